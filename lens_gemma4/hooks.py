@@ -1,0 +1,614 @@
+"""Hook points and the module that manages them. Nothing here knows about Gemma.
+
+A value is handed to user hooks as a private copy, so an edit in place and a returned tensor mean the
+same, a cached value never changes afterwards, and autograd never meets a tensor changed behind its back.
+Without listeners a point costs one attribute test.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lens_gemma4.errors import HookNameError, HookShapeError
+
+HookFn = Callable[..., Any]
+Direction = Literal["fwd", "bwd", "both"]
+NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
+
+
+@dataclass(eq=False)
+class Handle:
+    """One function on one point, and how often a forward pass reached it."""
+
+    fn: HookFn
+    asked: HookPoint | NamedPoint
+    is_permanent: bool = False
+    level: int | None = None
+    reads_only: bool = False
+    reached: int = 0
+
+
+class HookPoint(nn.Module):
+    """An identity that shows a value to whoever listens and lets them replace it.
+
+    `fn(value, hook=point)` returns None to leave the value, or a tensor of the same shape, dtype and
+    device. Backward functions get the gradient of the value in the same way.
+
+    >>> point = HookPoint()
+    >>> _ = point.add_hook(lambda value, hook: value + 1)
+    >>> point(torch.zeros(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, axes: str = "") -> None:
+        super().__init__()
+        self.name: str | None = None
+        self.axes = axes
+        self.ctx: dict[str, Any] = {}
+        self.fwd_hooks: list[Handle] = []
+        self.bwd_hooks: list[Handle] = []
+        self.live = False
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return self._run(value)[0] if self.live else value
+
+    forward = __call__
+
+    def watch(self, value: Tensor) -> tuple[Tensor, bool]:
+        """For a value shown beside the fast operation: also whether the forward must go on with it,
+        because it was edited or because a gradient is asked for."""
+        if not self.live:
+            return value, False
+        shown, replaced = self._run(value)
+        # Compared by content: writes through numpy or `.data` leave no version behind.
+        return shown, replaced or bool(self.bwd_hooks) or not (shown is value or torch.equal(shown, value))
+
+    def layer(self) -> int:
+        """Number of the block this point is in.
+
+        Raises:
+            ValueError: the point is in no block.
+        """
+        found = re.search(r"(?:^|\.)(\d+)\.", self.name or "")
+        if found is None:
+            raise ValueError(f"hook point {self.name!r} is in no block")
+        return int(found[1])
+
+    def add_hook(
+        self,
+        hook: HookFn,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+        *,
+        name: str | None = None,
+        reads_only: bool = False,
+    ) -> Handle:
+        """Add a function; `prepend` runs it before those already there.
+
+        Args:
+            name: what `hook.name` shall read inside the function; the point's own by default.
+            reads_only: promises that the function changes nothing, which saves it the private copy.
+        """
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {self.name!r}")
+        asked = self if name in (None, self.name) else NamedPoint(self, name)
+        handle = Handle(hook, asked, is_permanent, level, reads_only)
+        hooks = self._of(dir)
+        hooks.insert(0, handle) if prepend else hooks.append(handle)
+        self.live = True
+        return handle
+
+    def add_perma_hook(self, hook: HookFn, dir: Literal["fwd", "bwd"] = "fwd") -> Handle:
+        """Add a function that `reset_hooks` leaves in place."""
+        return self.add_hook(hook, dir, is_permanent=True)
+
+    def remove_hooks(
+        self, dir: Direction = "fwd", including_permanent: bool = False, level: int | None = None
+    ) -> None:
+        """Remove functions; permanent ones only when asked, and only those of `level` when given."""
+        for one in ("fwd", "bwd") if dir == "both" else (dir,):
+            hooks = self._of(one)
+            hooks[:] = [h for h in hooks if _stays(h, including_permanent, level)]
+        self._refresh()
+
+    def remove(self, handle: Handle) -> None:
+        """Remove one function, wherever it is; nothing happens when it is gone already."""
+        for hooks in (self.fwd_hooks, self.bwd_hooks):
+            hooks[:] = [h for h in hooks if h is not handle]
+        self._refresh()
+
+    def has_hooks(
+        self, dir: Direction = "both", including_permanent: bool = True, level: int | None = None
+    ) -> bool:
+        hooks = self.fwd_hooks + self.bwd_hooks if dir == "both" else self._of(dir)
+        return any(
+            (including_permanent or not h.is_permanent) and (level is None or h.level == level) for h in hooks
+        )
+
+    def clear_context(self) -> None:
+        self.ctx.clear()
+
+    def _of(self, dir: str) -> list[Handle]:
+        if dir not in ("fwd", "bwd"):
+            raise ValueError(f"dir is {dir!r}; use 'fwd' or 'bwd'")
+        return self.fwd_hooks if dir == "fwd" else self.bwd_hooks
+
+    def _refresh(self) -> None:
+        self.live = bool(self.fwd_hooks or self.bwd_hooks)
+
+    def _run(self, value: Tensor) -> tuple[Tensor, bool]:
+        """The value after every listener, and whether one returned another tensor."""
+        private = replaced = False
+        for handle in tuple(self.fwd_hooks):
+            handle.reached += 1
+            if handle.reads_only:
+                handle.fn(value, hook=handle.asked)
+                private = False
+                continue
+            given = value if private else value.clone()
+            returned = handle.fn(given, hook=handle.asked)
+            if returned is None or returned is given:
+                value, private = given, True
+            else:
+                self._check(returned, value, handle)
+                value, private, replaced = returned, False, True
+        return (self._listen_backward(value) if self.bwd_hooks else value), replaced
+
+    def _listen_backward(self, value: Tensor) -> Tensor:
+        """Register the backward functions on a node of this point's own."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a backward hook on {self.name!r} can never fire: gradients are off. "
+                "Call the model outside torch.no_grad() / inference_mode()."
+            )
+        if not (value.is_floating_point() or value.is_complex()):
+            raise RuntimeError(f"{self.name!r} holds {value.dtype}, which has no gradient: no backward hook fits there")
+        # A view gives this point its own node: the same tensor may be another point's value as well.
+        value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
+        for handle in tuple(self.bwd_hooks):
+            handle.reached += 1
+            value.register_hook(self._backward_fn(handle))
+        return value
+
+    def _backward_fn(self, handle: Handle) -> Callable[[Tensor], Tensor]:
+        def run(grad: Tensor) -> Tensor:
+            given = grad.clone()
+            returned = handle.fn(given, hook=handle.asked)
+            if returned is None:
+                return given
+            self._check(returned, grad, handle)
+            return returned
+
+        return run
+
+    def _check(self, returned: Any, value: Tensor, handle: Handle) -> None:
+        name = handle.asked.name
+        if not isinstance(returned, Tensor):
+            raise HookShapeError(
+                f"the hook on {name!r} returned {type(returned).__name__}; return a tensor of the same shape, "
+                "dtype and device, or None to leave the value unchanged."
+            )
+        if returned.shape != value.shape:
+            axes = f"\n  ({self.axes})" if self.axes else ""
+            raise HookShapeError(
+                f"the hook on {name!r} returned {list(returned.shape)} in place of {list(value.shape)}{axes}. "
+                "Return a tensor of the same shape and dtype, or None to leave it unchanged."
+            )
+        if returned.dtype != value.dtype or returned.device != value.device:
+            raise HookShapeError(
+                f"the hook on {name!r} returned {returned.dtype} on {returned.device} in place of {value.dtype} on "
+                f"{value.device}. Convert it with `.to(value)` before returning it."
+            )
+
+    def extra_repr(self) -> str:
+        return self.axes
+
+
+class NamedPoint:
+    """A point under the name it was asked for by; everything else is the point's."""
+
+    def __init__(self, point: HookPoint, name: str) -> None:
+        self.point, self.name = point, name
+
+    def layer(self) -> int:
+        return self.point.layer()
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.point, attribute)
+
+    def __repr__(self) -> str:
+        return f"NamedPoint({self.name!r} -> {self.point.name!r})"
+
+
+def _stays(handle: Handle, including_permanent: bool, level: int | None) -> bool:
+    return (handle.is_permanent and not including_permanent) or (level is not None and handle.level != level)
+
+
+class Store:
+    """Puts snapshots of values into a dictionary, moved and sliced as asked."""
+
+    def __init__(
+        self,
+        target: dict[str, Tensor],
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        pos_slice: Callable[[Tensor, str], Tensor] | None = None,
+    ) -> None:
+        self.target, self.device, self.remove_batch_dim, self.pos_slice = target, device, remove_batch_dim, pos_slice
+
+    def saver(self, point: HookPoint, suffix: str = "") -> HookFn:
+        """A hook that keeps a point's value (or, on the way back, its gradient)."""
+
+        def save(value: Tensor, hook: HookPoint | NamedPoint) -> None:
+            self.target[f"{point.name}{suffix}"] = self._snapshot(value.detach(), point.axes)
+
+        return save
+
+    def _snapshot(self, value: Tensor, axes: str) -> Tensor:
+        if self.pos_slice is not None:
+            value = self.pos_slice(value, axes)
+        if self.remove_batch_dim and axes.startswith("batch"):
+            if value.shape[0] != 1:
+                raise ValueError(f"remove_batch_dim=True needs a batch of 1; this run has {value.shape[0]} rows")
+            value = value[0]
+        return value if self.device is None else value.to(self.device)
+
+
+class HookedRootModule(nn.Module):
+    """A module whose hook points are found by their module path.
+
+    Call `setup()` at the end of `__init__`. Subclasses may override `canonical_name` (other spellings),
+    `unknown_name` (the message), `why_silent` (why a point did not fire) and `uncached` (points too
+    large to cache unasked).
+    """
+
+    def setup(self) -> None:
+        """Give every hook point its module path as name."""
+        self.mod_dict: dict[str, nn.Module] = {}
+        self.hook_dict: dict[str, HookPoint] = {}
+        self._awaited: list[tuple[HookPoint, Handle]] = []
+        self._runs = 0
+        for name, module in self.named_modules():
+            if name:
+                self.mod_dict[name] = module
+            if isinstance(module, HookPoint):
+                module.name = name
+                self.hook_dict[name] = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._runs += 1
+        return super().__call__(*args, **kwargs)
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def canonical_name(self, name: str) -> str:
+        return name
+
+    def unknown_name(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.hook_dict, n=1)
+        return f"no hook point {name!r}." + (f" Closest: {close[0]!r}." if close else "")
+
+    def why_silent(self, name: str) -> str:
+        return "nothing in this call computes it"
+
+    def uncached(self, name: str) -> bool:
+        return False
+
+    def hook_points(self) -> list[HookPoint]:
+        return list(self.hook_dict.values())
+
+    def hook_point(self, name: str) -> HookPoint:
+        """The point of a name in any vocabulary.
+
+        Raises:
+            HookNameError: there is none; the message says why or what is closest.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"a hook point is named by a string, got {type(name).__name__}")
+        point = self.hook_dict.get(self.canonical_name(name))
+        if point is None:
+            raise HookNameError(self.unknown_name(name))
+        return point
+
+    def matches(self, names: NameFilter) -> dict[str, tuple[HookPoint, bool]]:
+        """The points of a filter: name as asked -> (point, whether it was named literally).
+
+        A filter is a name, a list of filters, a glob ("blocks.*.hook_resid_post"), a compiled regular
+        expression, a function of our name, or None for every point but those too large to cache unasked.
+
+        Raises:
+            HookNameError: a literal name that does not exist, or a pattern that matches nothing.
+        """
+        if names is None:
+            return {name: (point, False) for name, point in self.hook_dict.items() if not self.uncached(name)}
+        if isinstance(names, str):
+            return self._matches_text(names)
+        if isinstance(names, re.Pattern) or callable(names):
+            test = names.search if isinstance(names, re.Pattern) else names
+            found = {n: (p, False) for n, p in self.hook_dict.items() if test(n)}
+            if not found:
+                raise HookNameError(f"the filter {names!r} matches none of the {len(self.hook_dict)} hook points.")
+            return found
+        if not isinstance(names, Iterable):
+            raise TypeError(f"names_filter is a {type(names).__name__}; use a name, a list, a pattern or a function")
+        merged: dict[str, tuple[HookPoint, bool]] = {}
+        for one in names:
+            merged |= self.matches(one)
+        return merged
+
+    def _matches_text(self, name: str) -> dict[str, tuple[HookPoint, bool]]:
+        if not any(c in name for c in "*?["):
+            return {name: (self.hook_point(name), True)}
+        pattern = self.canonical_name(name)
+        found = {n: (p, False) for n, p in self.hook_dict.items() if fnmatch.fnmatchcase(n, pattern)}
+        if not found:
+            raise HookNameError(f"the pattern {name!r} matches none of the {len(self.hook_dict)} hook points.")
+        return found
+
+    # -- adding and removing ----------------------------------------------------------------------
+
+    def add_hook(
+        self,
+        name: NameFilter,
+        hook: HookFn,
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> list[Handle]:
+        """Add a function to the points of a filter. Nothing is added when any name is wrong."""
+        return [h for _, h, _ in self._add(name, hook, dir, is_permanent, level, prepend)]
+
+    def add_perma_hook(self, name: NameFilter, hook: HookFn, dir: Literal["fwd", "bwd"] = "fwd") -> list[Handle]:
+        """Add a function that `reset_hooks` leaves in place."""
+        return self.add_hook(name, hook, dir, is_permanent=True)
+
+    def _add(
+        self, name: NameFilter, hook: HookFn, dir: Any, permanent: bool, level: int | None, prepend: bool
+    ) -> list[tuple[HookPoint, Handle, bool]]:
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {name!r}")
+        found = self.matches(_all if name is None else name)
+        return [
+            (point, point.add_hook(hook, dir, permanent, level, prepend, name=asked), literal)
+            for asked, (point, literal) in found.items()
+        ]
+
+    def check_and_add_hook(self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any) -> None:
+        """TransformerLens's spelling of `hook_point.add_hook`, with the name checked."""
+        if self.hook_point(hook_point_name) is not hook_point:
+            raise HookNameError(f"{hook_point_name!r} names {self.hook_point(hook_point_name).name!r}, not this point")
+        hook_point.add_hook(hook, name=hook_point_name, **kwargs)
+
+    def check_hooks_to_add(self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any) -> None:
+        """Raise when a hook could not be added there."""
+        self.hook_point(hook_point_name)
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {hook_point_name!r}")
+
+    def remove_all_hook_fns(
+        self, direction: Direction = "both", including_permanent: bool = False, level: int | None = None
+    ) -> None:
+        for point in self.hook_dict.values():
+            point.remove_hooks(direction, including_permanent, level)
+
+    def clear_contexts(self) -> None:
+        for point in self.hook_dict.values():
+            point.clear_context()
+
+    def reset_hooks(
+        self,
+        clear_contexts: bool = True,
+        direction: Direction = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Remove every hook but the permanent ones (those too with `including_permanent`)."""
+        if clear_contexts:
+            self.clear_contexts()
+        self.remove_all_hook_fns(direction, including_permanent, level)
+
+    def list_hooks(self, including_permanent: bool = True) -> list[tuple[str, str, Handle]]:
+        """What is hooked now: (name as asked, "fwd" or "bwd", handle)."""
+        return [
+            (handle.asked.name or "", dir, handle)
+            for point in self.hook_dict.values()
+            for dir in ("fwd", "bwd")
+            for handle in point._of(dir)
+            if including_permanent or not handle.is_permanent
+        ]
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: Sequence[tuple[NameFilter, HookFn]] = (),
+        bwd_hooks: Sequence[tuple[NameFilter, HookFn]] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[HookedRootModule]:
+        """Hooks for the length of a `with` block; only these are removed at its end, however it ends.
+
+        Raises:
+            HookNameError: a name does not exist, or a literally named point did not fire though the
+                model ran (raised when the block ends without another error).
+        """
+        runs = self._runs
+        added = self._add_all(fwd_hooks, bwd_hooks)
+        try:
+            yield self
+            if self._runs > runs:
+                self._check_fired([(p, h) for p, h, literal in added if literal])
+        finally:
+            if reset_hooks_end:
+                self._remove(added)
+            if clear_contexts:
+                self.clear_contexts()
+
+    def _add_all(
+        self, fwd_hooks: Sequence[tuple[NameFilter, HookFn]], bwd_hooks: Sequence[tuple[NameFilter, HookFn]]
+    ) -> list[tuple[HookPoint, Handle, bool]]:
+        added: list[tuple[HookPoint, Handle, bool]] = []
+        try:
+            for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+                for pair in pairs:
+                    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                        raise TypeError(f"{dir}_hooks holds {pair!r}; each entry is a pair (name or filter, function)")
+                    added += self._add(pair[0], pair[1], dir, False, None, False)
+        except BaseException:
+            self._remove(added)
+            raise
+        return added
+
+    @staticmethod
+    def _remove(added: Iterable[tuple[HookPoint, Handle, bool]]) -> None:
+        for point, handle, _ in added:
+            point.remove(handle)
+
+    def _check_fired(self, awaited: Iterable[tuple[HookPoint, Handle]]) -> None:
+        for _, handle in awaited:
+            if not handle.reached:
+                name = handle.asked.name or ""
+                raise HookNameError(f"{name!r} did not fire: {self.why_silent(name)}.")
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run_with_hooks(
+        self,
+        *model_args: Any,
+        fwd_hooks: Sequence[tuple[NameFilter, HookFn]] = (),
+        bwd_hooks: Sequence[tuple[NameFilter, HookFn]] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run the model with hooks that are gone afterwards.
+
+        Backward hooks need the caller to call `.backward()` on what is returned, so they stay until then:
+        they are tied to this run's tensors and never fire for another.
+
+        Raises:
+            HookNameError: a name that does not exist or cannot fire in this call.
+        """
+        added = self._add_all(fwd_hooks, bwd_hooks)
+        try:
+            return self._awaiting(added, *model_args, **model_kwargs)
+        finally:
+            if reset_hooks_end:
+                self._remove(added)
+            if clear_contexts:
+                self.clear_contexts()
+
+    def _awaiting(self, added: list[tuple[HookPoint, Handle, bool]], *args: Any, **kwargs: Any) -> Any:
+        """Call the model; literally named points must fire in it."""
+        outer = self._awaited
+        self._awaited = outer + [(p, h) for p, h, literal in added if literal]
+        try:
+            out = self(*args, **kwargs)
+            self._check_fired(self._awaited)
+            return out
+        finally:
+            self._awaited = outer
+
+    def get_caching_hooks(
+        self,
+        names_filter: NameFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Callable[[Tensor, str], Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], list[tuple[str, HookFn]], list[tuple[str, HookFn]]]:
+        """A cache and the hooks that fill it: (cache, forward hooks, backward hooks)."""
+        target: dict[str, Tensor] = {} if cache is None else cache
+        store = Store(target, device, remove_batch_dim, pos_slice)
+        found = {asked: point for asked, (point, _) in self.matches(names_filter).items()}
+        forward = [(asked, store.saver(point)) for asked, point in found.items()]
+        backward = [(asked, store.saver(point, "_grad")) for asked, point in found.items() if not _is_integer(point)]
+        return target, forward, backward if incl_bwd else []
+
+    def add_caching_hooks(
+        self,
+        names_filter: NameFilter = None,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Fill the returned dictionary on every run, until `reset_hooks`."""
+        target, forward, backward = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache)
+        for dir, pairs in (("fwd", forward), ("bwd", backward)):
+            for name, fn in pairs:
+                self.hook_point(name).add_hook(fn, dir, name=name, reads_only=dir == "fwd")  # type: ignore[arg-type]
+        return target
+
+    def cache_all(self, cache: dict[str, Tensor] | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        """`add_caching_hooks` on every point."""
+        return self.add_caching_hooks(None, cache=cache, **kwargs)
+
+    def cache_some(self, cache: dict[str, Tensor] | None, names: NameFilter, **kwargs: Any) -> dict[str, Tensor]:
+        """`add_caching_hooks` on the points of a filter."""
+        return self.add_caching_hooks(names, cache=cache, **kwargs)
+
+    def run_and_store(
+        self,
+        *model_args: Any,
+        names_filter: NameFilter = None,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        pos_slice: Callable[[Tensor, str], Tensor] | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run the model and keep the values of the filter's points under our names.
+
+        Values are snapshots without gradient; with `incl_bwd` the output, which must be a single number
+        (`return_type="loss"`), is differentiated and gradients are kept under `name + "_grad"`.
+        """
+        stored: dict[str, Tensor] = {}
+        store = Store(stored, device, remove_batch_dim, pos_slice)
+        added: list[tuple[HookPoint, Handle, bool]] = []
+        seen: set[int] = set()  # two spellings of one value are kept once
+        try:
+            for asked, (point, literal) in self.matches(names_filter).items():
+                if id(point) in seen:
+                    continue
+                seen.add(id(point))
+                added.append((point, point.add_hook(store.saver(point), name=asked, reads_only=True), literal))
+                if incl_bwd and not _is_integer(point):
+                    grad = point.add_hook(store.saver(point, "_grad"), "bwd", name=asked)
+                    added.append((point, grad, literal))
+            out = self._awaiting(added, *model_args, **model_kwargs)
+            if incl_bwd:
+                _differentiate(out)
+            return out, stored
+        finally:
+            self._remove(added)
+
+
+def _all(name: str) -> bool:
+    return True
+
+
+def _is_integer(point: HookPoint) -> bool:
+    return point.axes == "batch pos"
+
+
+def _differentiate(out: Any) -> None:
+    if not isinstance(out, Tensor) or out.numel() != 1:
+        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(
+            f"incl_bwd=True differentiates the output, which must be one number; this run returned {shape}. "
+            'Ask for return_type="loss", or use run_with_hooks(bwd_hooks=...) and call backward() yourself.'
+        )
+    out.backward()

@@ -1,0 +1,916 @@
+"""Gemma 4 unified from scratch: tensors in, tensors out, every value through a hook point.
+
+    resid_pre --> ln1 --> attn --> ln1_post --+     attn: q k v, q_norm k_norm v_norm, rotary, scores, pattern, z, o
+        +------------------------------------(+)    hook_attn_out = what is added
+    resid_mid --> ln2 --> mlp ---> ln2_post --+
+        +------------------------------------(+)    hook_mlp_out = what is added
+                                              x  layer_scalar
+    resid_post <------------------------------+
+
+Operations and their order are transformers' own, so results are equal to the last bit. Weights are stored
+as transformers stores them, `[out, in]`; `W_Q` and the like are views in TransformerLens's layout.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lens_gemma4 import names
+from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig, VisionConfig
+from lens_gemma4.errors import HookNameError, Unavailable
+from lens_gemma4.hooks import HookedRootModule, HookPoint
+
+AttnImplementation = Literal["sdpa", "eager"]
+ImageMask = Literal["transformers", "windowed"]
+LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
+
+
+def empty(*shape: int) -> nn.Parameter:
+    """A frozen weight to be filled by the loader."""
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The dtype norms, angles and softmaxes are computed in: float32, or float64 in a float64 model."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# -- norms --------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
+
+    def __init__(self, eps: float, d_gain: int | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = None if d_gain is None else empty(d_gain)
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        return self.hook_out(self.normalise(x))
+
+    def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        """Everything before `hook_out`."""
+        wide_x = wide(x)
+        mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
+        scale, explicit = self.hook_scale.watch(mean_square.sqrt()) if self.hook_scale.live else (None, False)
+        normalized = self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5))
+        if self.weight is not None:
+            normalized = normalized * self.weight.to(normalized.dtype)
+        return normalized.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """torch's LayerNorm; its scale and normalised form are computed beside it while somebody listens."""
+
+    def __init__(self, d: int, has_weights: bool) -> None:
+        super().__init__()
+        if has_weights:
+            self.weight, self.bias = empty(d), empty(d)
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Float[Tensor, "*axes d"], weights: LayerNorm) -> Float[Tensor, "*axes d"]:
+        out = self._explicit(x, weights) if self.hook_scale.live or self.hook_normalized.live else None
+        if out is None:
+            out = F.layer_norm(x, x.shape[-1:], weights.weight, weights.bias, LAYER_NORM_EPS)
+        return self.hook_out(out)
+
+    def _explicit(self, x: Tensor, weights: LayerNorm) -> Tensor | None:
+        """The long form, or None when nobody changed anything."""
+        centred = wide(x) - wide(x).mean(-1, keepdim=True)
+        scale, by_scale = self.hook_scale.watch((centred.pow(2).mean(-1, keepdim=True) + LAYER_NORM_EPS).sqrt())
+        normalized, by_value = self.hook_normalized.watch(centred / scale)
+        if not (by_scale or by_value):
+            return None
+        return (normalized * wide(weights.weight) + wide(weights.bias)).to(x.dtype)
+
+
+class Shown(nn.Module):
+    """A value of another block, shown here under the name it would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_out = HookPoint()
+
+
+# -- rotary positions ---------------------------------------------------------------------------------
+
+
+def rotary_frequencies(rotary: RotaryConfig, d_head: int, dtype: torch.dtype) -> Float[Tensor, " half"]:
+    """Radians per position of each pair of a head.
+
+    Exponents divide by the whole head even where only a fraction of it turns; the rest stands still.
+    Source: `_compute_proportional_rope_parameters` in transformers.
+    """
+    turned = int(rotary.fraction * d_head // 2)
+    exponents = torch.arange(0, 2 * turned, 2, dtype=torch.int64).to(dtype) / d_head
+    still = torch.zeros(d_head // 2 - turned, dtype=dtype)
+    return torch.cat((1.0 / (rotary.theta**exponents), still))
+
+
+def rotate(
+    x: Float[Tensor, "batch pos heads d_head"], cos: Float[Tensor, "rows pos d_head"], sin: Float[Tensor, "rows pos d_head"]
+) -> Float[Tensor, "batch pos heads d_head"]:
+    """Turn each head by its position's angle; pairs are (i, i + d_head / 2)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos.unsqueeze(2)) + (turned * sin.unsqueeze(2))
+
+
+# -- masks --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Mask:
+    """What each query sees. `visible` is None where transformers passes no mask either: then only the
+    future is hidden (`causal`) or nothing is."""
+
+    pos: int
+    causal: bool
+    visible: Bool[Tensor, "batch 1 pos kv_pos"] | None = None
+    _additive: Tensor | None = None
+
+    def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:
+        """0 where visible, the dtype's lowest number elsewhere; None when nothing is hidden."""
+        if self.visible is None and not self.causal:
+            return None
+        if self._additive is None or self._additive.dtype != like.dtype:
+            visible = self.seen(like.device)
+            zero = torch.zeros((), dtype=like.dtype, device=like.device)
+            self._additive = torch.where(visible, zero, torch.finfo(like.dtype).min)
+        return self._additive
+
+    def seen(self, device: torch.device) -> Bool[Tensor, "rows 1 pos kv_pos"]:
+        """The mask spelled out."""
+        if self.visible is not None:
+            return self.visible
+        all_seen = torch.ones(1, 1, self.pos, self.pos, dtype=torch.bool, device=device)
+        return all_seen.tril() if self.causal else all_seen
+
+    def blind(self, device: torch.device) -> Bool[Tensor, "rows 1 pos 1"] | None:
+        """Queries that see no key (only padding can do that), or None."""
+        if self.visible is None:
+            return None
+        return ~self.visible.any(-1, keepdim=True)
+
+
+def block_ids(types: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """Number of the contiguous run of image or video tokens (types 1 and 2) each token is in, else -1."""
+    media = (types == 1) | (types == 2)
+    before = torch.roll(media, 1, dims=-1)
+    before[..., 0] = False
+    return torch.where(media, (media & ~before).int().cumsum(-1) - 1, -1)
+
+
+def attention_masks(
+    cfg: HookedConfig,
+    batch: int,
+    pos: int,
+    device: torch.device,
+    padding: Bool[Tensor, "batch pos"] | None = None,
+    types: Int[Tensor, "batch pos"] | None = None,
+    image_mask: ImageMask = "transformers",
+) -> dict[str, Mask]:
+    """The mask of each block type present.
+
+    Args:
+        padding: True on real tokens; None means all are.
+        types: 1 image, 2 video, 3 audio, 0 text; only 1 and 2 make blocks that see both ways.
+        image_mask: "transformers" is its `forward` (5.10 to 5.24): images see both ways in every block and may
+            leave the window. "windowed" is 5.24's static-cache generation: full blocks are causal, sliding
+            ones see both ways inside an image but never further back than the window.
+    """
+    whole = padding is None or bool(padding.all())
+    blocks = _same_block(cfg, batch, pos, device, types)
+    masks = {}
+    for kind in {layer.kind for layer in cfg.layers}:
+        visible = _visible(cfg, kind, pos, device, whole, blocks, image_mask)
+        if visible is not None:
+            if padding is not None:
+                visible = visible & padding[:, None, None, :]
+            visible = visible.expand(batch, 1, pos, pos)
+        masks[kind] = Mask(pos, cfg.bidirectional != "all", visible)
+    return masks
+
+
+def _same_block(
+    cfg: HookedConfig, batch: int, pos: int, device: torch.device, types: Tensor | None
+) -> Bool[Tensor, "batch 1 pos kv_pos"] | None:
+    """True where query and key are of one image; None on models whose masks know no images."""
+    if not (cfg.is_wrapper and cfg.bidirectional == "vision"):
+        return None
+    if types is None:
+        return torch.zeros(1, 1, pos, pos, dtype=torch.bool, device=device)
+    ids = block_ids(types)
+    return ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
+
+
+def _visible(
+    cfg: HookedConfig,
+    kind: str,
+    pos: int,
+    device: torch.device,
+    whole: bool,
+    blocks: Tensor | None,
+    image_mask: ImageMask,
+) -> Bool[Tensor, "rows 1 pos kv_pos"] | None:
+    """A block type's rule before padding, or None where transformers passes no mask."""
+    sliding = kind == "sliding"
+    query = torch.arange(pos, device=device)[:, None]
+    key = torch.arange(pos, device=device)[None, :]
+    if cfg.bidirectional == "all":
+        reach = cfg.window_size // 2 + 1
+        if whole and not (sliding and pos >= reach):
+            return None
+        near = (query - key).abs() <= reach if sliding else torch.ones_like(query >= key)
+        return near[None, None]
+    past = key <= query
+    recent = key > query - cfg.window_size
+    if blocks is None or (image_mask == "windowed" and not sliding):
+        if whole and not (sliding and pos >= cfg.window_size):
+            return None
+        return (past & recent if sliding else past)[None, None]
+    if image_mask == "windowed":
+        return (past | blocks) & recent
+    return (past & recent if sliding else past) | blocks
+
+
+# -- attention ----------------------------------------------------------------------------------------
+
+
+def repeat_heads(x: Float[Tensor, "batch kv_head pos d_head"], times: int) -> Float[Tensor, "batch head pos d_head"]:
+    """Each key/value head once for every query head that reads it."""
+    if times == 1:
+        return x
+    batch, kv_heads, pos, d_head = x.shape
+    return x[:, :, None].expand(batch, kv_heads, times, pos, d_head).reshape(batch, kv_heads * times, pos, d_head)
+
+
+def softmax(scores: Float[Tensor, "*axes kv_pos"]) -> Float[Tensor, "*axes kv_pos"]:
+    return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+
+
+def _spells_like_5_10() -> bool:
+    """Whether the installed transformers asks for grouped heads whenever there is no mask. On a GPU the
+    spelling of the call picks the kernel, so it is followed; without transformers the newest counts."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < GROUPED_SINCE
+
+
+GROUPED_SINCE = (5, 13)
+SPELLS_LIKE_5_10 = _spells_like_5_10()
+
+
+def sdpa(
+    q: Float[Tensor, "batch head pos d_head"],
+    k: Float[Tensor, "batch kv_head kv_pos d_head"],
+    v: Float[Tensor, "batch kv_head kv_pos d_head"],
+    mask: Mask,
+) -> Float[Tensor, "batch head pos d_head"]:
+    """PyTorch's fused attention with scale 1, spelled as transformers spells it."""
+    batch, heads, pos, d_head = q.shape
+    per_kv = heads // k.shape[1]
+    visible, grouped = mask.visible, False
+    if per_kv > 1:
+        grouped = visible is None and (SPELLS_LIKE_5_10 or d_head <= 256)
+        if not grouped and pos == 1 and not SPELLS_LIKE_5_10:
+            q = q.reshape(batch, heads // per_kv, per_kv, d_head)
+        elif not grouped:
+            k, v = repeat_heads(k, per_kv), repeat_heads(v, per_kv)
+    causal = visible is None and mask.causal and pos > 1
+    z = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0, is_causal=causal, enable_gqa=grouped)
+    return z.reshape(batch, heads, pos, d_head)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values by head, their norms, rotary positions, pattern, and the output projection.
+
+    A full block may read its values from the raw key projection (`k_eq_v`); a borrower attends with the
+    keys and values of its lender.
+    """
+
+    def __init__(self, cfg: HookedConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.cfg = layer
+        self.eager = False
+        width, kv_width = layer.n_heads * layer.d_head, layer.n_key_value_heads * layer.d_head
+        self.w_q = empty(width, cfg.d_model)
+        self.w_o = empty(cfg.d_model, width)
+        self.hook_q, self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint(), HookPoint()
+        self.q_norm = RMSNorm(cfg.eps, layer.d_head)
+        if layer.lender is None:
+            self.w_k = empty(kv_width, cfg.d_model)
+            if not layer.k_eq_v:
+                self.w_v = empty(kv_width, cfg.d_model)
+            self.hook_k, self.hook_v = HookPoint(), HookPoint()
+            self.k_norm, self.v_norm = RMSNorm(cfg.eps, layer.d_head), RMSNorm(cfg.eps)
+        else:
+            self.v_norm = Shown()
+        self.hook_attn_scores, self.hook_pattern, self.hook_z = HookPoint(), HookPoint(), HookPoint()
+        self.hook_result, self.hook_out = HookPoint(), HookPoint()
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch pos d_model"],
+        rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+        lent: dict[int, tuple[Tensor, Tensor]],
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """`lent` holds what lenders lend; a lender adds its own."""
+        q = self.hook_q(self._by_head(F.linear(x, self.w_q)))
+        q = self.hook_rot_q(rotate(self.q_norm(q), *rotary))
+        k, v = self._own_keys_values(x, rotary) if self.cfg.lender is None else lent[self.cfg.lender]
+        lent[self.cfg.index] = (k, v)  # before the two hooks below: edits there stay in this block
+        k, v = self.hook_rot_k(k), self.v_norm.hook_out(v)
+        z = self.hook_z(self._mix(q, k, v, mask))
+        return self.hook_out(self._project(z))
+
+    def _by_head(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos heads d_head"]:
+        return x.view(*x.shape[:2], -1, self.cfg.d_head)  # [batch pos heads d_head]
+
+    def _own_keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys after norm and rotary, values after their norm, by key/value head."""
+        k = self.hook_k(self._by_head(F.linear(x, self.w_k)))
+        v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(F.linear(x, self.w_v)))
+        return rotate(self.k_norm(k), *rotary), self.v_norm.normalise(v)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Float[Tensor, "batch pos head d_head"]:
+        """Values mixed by the pattern."""
+        q = q.transpose(1, 2)
+        # transformers' cache copies keys and values, and products of unlike strides round unlike.
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()  # [batch kv_head pos d_head]
+        z = None
+        if self.eager or self.hook_attn_scores.live or self.hook_pattern.live:
+            z = self._explicit(q, k, v, mask)
+        if z is None:
+            z = sdpa(q, k, v, mask)
+        return z.transpose(1, 2).contiguous()
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Float[Tensor, "batch head pos d_head"] | None:
+        """Scores, softmax, pattern @ v; None when they were only shown and the fast operation counts."""
+        per_kv = self.cfg.heads_per_kv
+        scores = torch.matmul(q, repeat_heads(k, per_kv).transpose(2, 3))
+        if (additive := mask.additive(scores)) is not None:
+            scores = scores + additive
+        scores, by_scores = self.hook_attn_scores.watch(scores)
+        pattern = softmax(scores)
+        if not self.eager and (blind := mask.blind(q.device)) is not None:
+            pattern = pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
+        pattern, by_pattern = self.hook_pattern.watch(pattern)
+        if not (self.eager or by_scores or by_pattern):
+            return None
+        return torch.matmul(pattern, repeat_heads(v, per_kv))
+
+    def _project(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
+        if self.hook_result.live:
+            result, edited = self.hook_result.watch(torch.einsum("bphd,hdm->bphm", z, self.W_O))
+            if edited:
+                return result.sum(2)
+        return F.linear(z.flatten(2), self.w_o)
+
+    # TransformerLens's layout, as views
+
+    @property
+    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
+        return self.w_q.unflatten(0, (-1, self.cfg.d_head)).transpose(1, 2)
+
+    @property
+    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        return self.w_k.unflatten(0, (-1, self.cfg.d_head)).transpose(1, 2)
+
+    @property
+    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        """On a k=v block the keys' own weights."""
+        return (self.w_k if self.cfg.k_eq_v else self.w_v).unflatten(0, (-1, self.cfg.d_head)).transpose(1, 2)
+
+    @property
+    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
+        return self.w_o.unflatten(1, (-1, self.cfg.d_head)).permute(1, 2, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        lender = self.__dict__["cfg"].lender if "cfg" in self.__dict__ else None
+        if lender is not None and name in ("W_K", "W_V", "w_k", "w_v", "k_norm", "hook_k", "hook_v"):
+            raise Unavailable(
+                f"block {self.cfg.index} has no {name}: it borrows its keys and values from block {lender}; "
+                f"read blocks[{lender}].attn.{name}"
+            )
+        return super().__getattr__(name)
+
+
+# -- MLP and block ------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """`w_out(gelu(w_gate x) * w_in x)`, with the tanh GELU."""
+
+    def __init__(self, cfg: HookedConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.w_gate = empty(layer.d_mlp, cfg.d_model)
+        self.w_in = empty(layer.d_mlp, cfg.d_model)
+        self.w_out = empty(cfg.d_model, layer.d_mlp)
+        self.hook_pre, self.hook_act, self.hook_pre_linear = HookPoint(), HookPoint(), HookPoint()
+        self.hook_post, self.hook_out = HookPoint(), HookPoint()
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        act = self.hook_act(F.gelu(self.hook_pre(F.linear(x, self.w_gate)), approximate="tanh"))
+        post = self.hook_post(act * self.hook_pre_linear(F.linear(x, self.w_in)))
+        return self.hook_out(F.linear(post, self.w_out))
+
+    @property
+    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
+        return self.w_gate.T
+
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
+        return self.w_in.T
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        return self.w_out.T
+
+
+class Block(nn.Module):
+    """One block: attention, then MLP, each between two norms, then the whole stream times `layer_scalar`."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, cfg: HookedConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.cfg = layer
+        self.ln1, self.ln1_post = RMSNorm(cfg.eps, cfg.d_model), RMSNorm(cfg.eps, cfg.d_model)
+        self.ln2, self.ln2_post = RMSNorm(cfg.eps, cfg.d_model), RMSNorm(cfg.eps, cfg.d_model)
+        self.attn, self.mlp = Attention(cfg, layer), MLP(cfg, layer)
+        self.register_buffer("layer_scalar", torch.empty(1))
+        self.hook_resid_pre, self.hook_attn_out, self.hook_resid_mid = HookPoint(), HookPoint(), HookPoint()
+        self.hook_mlp_out, self.hook_resid_sum, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
+
+    def forward(
+        self,
+        resid_pre: Float[Tensor, "batch pos d_model"],
+        rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+        lent: dict[int, tuple[Tensor, Tensor]],
+    ) -> Float[Tensor, "batch pos d_model"]:
+        # 1. attention reads the stream and adds to it
+        resid_pre = self.hook_resid_pre(resid_pre)
+        attn_out = self.hook_attn_out(self.ln1_post(self.attn(self.ln1(resid_pre), rotary, mask, lent)))
+        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
+        # 2. so does the MLP
+        mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid))))
+        resid_sum = self.hook_resid_sum(resid_mid + mlp_out)
+        # 3. the whole stream is scaled, skip path included
+        return self.hook_resid_post(resid_sum * self.layer_scalar)
+
+
+# -- media --------------------------------------------------------------------------------------------
+
+
+class Projector(nn.Module):
+    """RMS norm without gain, then a linear map into the stream."""
+
+    def __init__(self, d_in: int, d_model: int, eps: float, has_weights: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(eps)
+        if has_weights:
+            self.w_out = empty(d_model, d_in)
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Float[Tensor, "*axes d_in"], weights: Projector) -> Float[Tensor, "*axes d_model"]:
+        return self.hook_out(F.linear(self.norm(x.to(weights.w_out.dtype)), weights.w_out))
+
+
+class PixelEmbedder(nn.Module):
+    """Patches of pixels to rows of the stream. There is no tower: a dense layer, positions, three norms.
+
+    The frames of a video run through the same weights (`weights_of`) with hook points of their own.
+    """
+
+    num_layers = 0
+    image_size = "varies"
+
+    def __init__(self, cfg: VisionConfig, d_model: int, weights_of: PixelEmbedder | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg
+        own = weights_of is None
+        self._weights_of = () if own else (weights_of,)  # in a tuple, so that they are not registered twice
+        if own:
+            self.w_patch, self.b_patch = empty(cfg.d_vision, cfg.d_patch), empty(cfg.d_vision)
+            self.w_pos = empty(cfg.n_positions, 2, cfg.d_vision)
+        self.patch_ln1, self.patch_ln2 = LayerNorm(cfg.d_patch, own), LayerNorm(cfg.d_vision, own)
+        self.pos_norm = LayerNorm(cfg.d_vision, own)
+        self.projector = Projector(cfg.d_vision, d_model, cfg.eps, own)
+        self.hook_patch_embed, self.hook_pos_embed, self.hook_pos_sum = HookPoint(), HookPoint(), HookPoint()
+        self.hook_out = HookPoint()
+        self.add_module("hook_image_features" if own else "hook_video_features", HookPoint())
+
+    def forward(
+        self, pixels: Float[Tensor, "image patch d_patch"], positions: Int[Tensor, "image patch 2"]
+    ) -> Float[Tensor, "token d_model"]:
+        """Features of the valid patches, image after image; padded ones are at (-1, -1).
+
+        Args:
+            pixels: values in [0, 1], channel last within a patch.
+            positions: x and y of each patch, in patches.
+        """
+        weights = self._weights_of[0] if self._weights_of else self
+        patches = self.patch_ln1(pixels.to(weights.w_patch.dtype), weights.patch_ln1)
+        patches = self.hook_patch_embed(F.linear(patches, weights.w_patch, weights.b_patch))
+        patches = self.patch_ln2(patches, weights.patch_ln2)
+        summed = self.hook_pos_sum(patches + self.hook_pos_embed(_positions(weights.w_pos, positions)))
+        out = self.hook_out(self.pos_norm(summed, weights.pos_norm))
+        features = self.projector(out, weights.projector)[(positions != -1).all(-1)]
+        return (self.hook_video_features if self._weights_of else self.hook_image_features)(features)
+
+    @property
+    def vision_hidden_size(self) -> int:
+        return self.cfg.d_vision
+
+    hidden_size = vision_hidden_size
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return self.cfg.patch_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("num_heads", "head_dim", "intermediate_size"):
+            raise Unavailable(f"the vision embedder has no {name}: it holds no attention and no MLP")
+        return super().__getattr__(name)
+
+
+def _positions(
+    table: Float[Tensor, "size 2 d_vision"], positions: Int[Tensor, "image patch 2"]
+) -> Float[Tensor, "image patch d_vision"]:
+    """Embeddings of x plus y; an axis at -1 adds nothing."""
+    valid = (positions != -1).to(table.dtype).unsqueeze(-1)
+    axes = torch.arange(2, device=positions.device)
+    return (table[positions.clamp(min=0).long(), axes] * valid).sum(-2)
+
+
+class AudioEmbedder(nn.Module):
+    """Frames of raw samples, normalised and projected into the stream."""
+
+    def __init__(self, d_audio: int, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(eps)
+        self.w_out = empty(d_model, d_audio)
+        self.hook_out, self.hook_audio_features = HookPoint(), HookPoint()
+
+    def forward(
+        self, frames: Float[Tensor, "audio frame sample"], valid: Bool[Tensor, "audio frame"]
+    ) -> Float[Tensor, "token d_model"]:
+        """Features of the valid frames, clip after clip."""
+        out = self.hook_out(F.linear(self.norm(frames.to(self.w_out.dtype)), self.w_out))
+        return self.hook_audio_features(out[valid])
+
+
+# -- the network --------------------------------------------------------------------------------------
+
+
+class Gemma4(HookedRootModule):
+    """The network. Weights are unset until a loader fills them; see `HookedModel.from_pretrained`."""
+
+    def __init__(
+        self,
+        cfg: HookedConfig,
+        attn_implementation: AttnImplementation = "sdpa",
+        image_mask: ImageMask = "transformers",
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.image_mask = _one_of("image_mask", image_mask, ("transformers", "windowed"))
+        self.w_e = empty(cfg.d_vocab, cfg.d_model)
+        self.hook_tokens, self.hook_embed = HookPoint(), HookPoint()
+        if cfg.vision is not None:
+            self.vision = PixelEmbedder(cfg.vision, cfg.d_model)
+            self.video = PixelEmbedder(cfg.vision, cfg.d_model, weights_of=self.vision)
+        if cfg.audio is not None:
+            self.audio = AudioEmbedder(cfg.audio.d_audio, cfg.d_model, cfg.audio.eps)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.layers)
+        self.ln_final = RMSNorm(cfg.eps, cfg.d_model)
+        if not cfg.tied:
+            self.w_u = empty(cfg.d_vocab, cfg.d_model)
+        self.hook_logits_raw, self.hook_logits = HookPoint(), HookPoint()
+        self._frequencies: dict[Any, Tensor] = {}
+        self._positions_warned = False
+        self.set_attn_implementation(attn_implementation)
+        self.setup()
+        for name, point in self.hook_dict.items():
+            point.axes = names.BY_NAME[names.split(name)[0]].axes
+        self.eval()
+
+    def set_attn_implementation(self, name: AttnImplementation) -> None:
+        """ "sdpa" (PyTorch's fused attention) or "eager" (scores, softmax, pattern @ v)."""
+        self.attn_implementation = _one_of("attn_implementation", name, ("sdpa", "eager"))
+        for block in self.blocks:
+            block.attn.eager = name == "eager"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w_e.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.w_e.device
+
+    @property
+    def unembedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The head's stored matrix: the embedding's own when tied."""
+        return self.w_e if self.cfg.tied else self.w_u
+
+    def match_dtype(self) -> None:
+        """Round the embedding's scale to the weights' dtype, as transformers does (62.0 in bfloat16 at 3840)."""
+        scale = torch.tensor(self.cfg.d_model**0.5, dtype=self.dtype if self.dtype.is_floating_point else None)
+        self.cfg = replace(self.cfg, embed_scale=scale.item())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gemma4:
+        super()._apply(fn, recurse)
+        self.match_dtype()
+        return self
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch pos"] | None = None,
+        *,
+        inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "rows pos"] | Literal["mask"] | None = None,
+        mm_token_type_ids: Int[Tensor, "batch pos"] | None = None,
+        pixel_values: Tensor | None = None,
+        image_position_ids: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_position_ids: Tensor | None = None,
+        num_frames_per_video: Tensor | None = None,
+        input_features: Tensor | None = None,
+        input_features_mask: Tensor | None = None,
+        resid: Float[Tensor, "batch pos d_model"] | None = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        with_logits: bool = True,
+    ) -> Tensor:
+        """Run the blocks from `start_at_layer` (on `resid`) up to, not including, `stop_at_layer`.
+
+        Takes what a transformers processor returns. Returns logits `[batch pos d_vocab]`, or the stream
+        `[batch pos d_model]` entering block `stop_at_layer`; without `with_logits`, the last norm's output.
+        """
+        media = {
+            "vision": _pixels("pixel_values", pixel_values, "image_position_ids", image_position_ids),
+            "video": _pixels("pixel_values_videos", pixel_values_videos, "video_position_ids", video_position_ids),
+            "audio": _frames(input_features, input_features_mask),
+        }
+        start, stop = self._range(start_at_layer, stop_at_layer, resid)
+        for point, handle in self._awaited:
+            if reason := self._unreachable(point.name or "", (start, stop), resid, stop_at_layer, media, inputs_embeds):
+                raise HookNameError(f"{handle.asked.name!r} cannot fire in this call: {reason}.")
+        if resid is None:
+            input_ids, stream = self._embed(input_ids, inputs_embeds)
+            types = self._types(input_ids, mm_token_type_ids, media, stream)
+            stream = self._scatter(stream, input_ids, types, media)
+        else:
+            stream, types = resid, self._types(input_ids, mm_token_type_ids, media, resid)
+        batch, pos, _ = stream.shape
+        padding = _padding(attention_mask, batch, pos)
+        masks = attention_masks(self.cfg, batch, pos, stream.device, padding, types, self.image_mask)
+        turns = self._rotary(self._position_ids(position_ids, padding, pos, stream.device), stream)
+        lent: dict[int, tuple[Tensor, Tensor]] = {}
+        for block in self.blocks[start:stop]:
+            stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
+        if stop_at_layer is not None:
+            return stream
+        stream = self.ln_final(stream)
+        return self.unembed(stream) if with_logits else stream
+
+    def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
+        """The head and its softcap, in the logits' own dtype."""
+        raw = self.hook_logits_raw(F.linear(x, self.unembedding))
+        cap = self.cfg.output_logits_soft_cap
+        return self.hook_logits(raw if cap is None else torch.tanh(raw / cap) * cap)
+
+    # -- from inputs to the first stream ----------------------------------------------------------------
+
+    def _embed(self, ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Ids as run and their embeddings; placeholders are embedded as the pad token."""
+        if embeds is not None:
+            if embeds.ndim != 3 or embeds.shape[-1] != self.cfg.d_model:
+                raise ValueError(f"inputs_embeds is {list(embeds.shape)}; needed is [batch pos {self.cfg.d_model}]")
+            return ids, self.hook_embed(embeds)
+        if ids is None:
+            raise ValueError("nothing to run: give input_ids, inputs_embeds, or a stream with start_at_layer")
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise ValueError(f"input_ids is {ids.dtype} {list(ids.shape)}; needed are whole numbers [batch pos]")
+        if not ids.numel():
+            raise ValueError(f"input_ids is {list(ids.shape)}: there is no token to run")
+        ids = self.hook_tokens(ids)
+        words = ids
+        if self.cfg.is_wrapper:
+            placeholder = sum((ids == token) for token in self._placeholders().values()).bool()  # type: ignore[union-attr]
+            words = torch.where(placeholder, self.cfg.pad_token_id or 0, ids)
+        low, high = words.aminmax()
+        if low < 0 or high >= self.cfg.d_vocab:
+            bad = low if low < 0 else high
+            raise ValueError(f"input_ids holds {bad.item()}; this vocabulary has 0 to {self.cfg.d_vocab - 1}")
+        return ids, self.hook_embed(F.embedding(words, self.w_e) * self.cfg.embed_scale)
+
+    def _placeholders(self) -> dict[str, int | None]:
+        return {
+            "vision": self.cfg.image_token_id,
+            "video": self.cfg.video_token_id,
+            "audio": self.cfg.audio_token_id,
+        }
+
+    def _types(
+        self, ids: Tensor | None, given: Tensor | None, media: Mapping[str, Any], stream: Tensor
+    ) -> Int[Tensor, "batch pos"] | None:
+        """1 on image tokens, 2 on video, 3 on audio: as given, else from the ids."""
+        if not self.cfg.is_wrapper:
+            return None
+        if given is not None:
+            if given.shape != stream.shape[:2]:
+                raise ValueError(
+                    f"mm_token_type_ids is {list(given.shape)}; the prompt is {list(stream.shape[:2])} [batch pos]"
+                )
+            return given
+        if ids is None:
+            if any(value is not None for value in media.values()):
+                raise ValueError(
+                    "media with a stream or embeddings need mm_token_type_ids (1 image, 2 video, 3 audio) or input_ids: "
+                    "nothing else says where they go"
+                )
+            return None
+        kinds = [(ids == token).int() * kind for kind, token in enumerate(self._placeholders().values(), 1)]
+        return kinds[0] + kinds[1] + kinds[2]
+
+    def _scatter(
+        self, stream: Tensor, ids: Tensor | None, types: Tensor | None, media: Mapping[str, Any]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Image, video and audio features in place of their placeholders."""
+        for kind, (name, token) in enumerate(self._placeholders().items(), 1):
+            if not self.cfg.is_wrapper:
+                if media[name] is not None:
+                    raise Unavailable(f"{_MEDIUM[name]} input was given, but {names.absent(_ROW[name], self.cfg)}")
+                continue
+            where = ids == token if ids is not None else (types == kind if types is not None else None)
+            features = None if media[name] is None else getattr(self, name)(*media[name])
+            wanted = 0 if where is None else int(where.sum())
+            given = 0 if features is None else features.shape[0]
+            if wanted != given:
+                raise ValueError(
+                    f"the prompt holds {wanted} {_MEDIUM[name]} placeholder tokens (id {token}), the input gives {given} "
+                    "features: they must be equal, so prepare prompt and media together with the processor"
+                )
+            if features is not None and where is not None:
+                stream = stream.masked_scatter(where.unsqueeze(-1), features.to(stream.dtype))
+        return stream
+
+    def _position_ids(
+        self, given: Tensor | str | None, padding: Tensor | None, pos: int, device: torch.device
+    ) -> Int[Tensor, "rows pos"]:
+        """arange, as transformers' forward; "mask" counts real tokens, as its generate does."""
+        plain = torch.arange(pos, device=device)[None]
+        if given is None:
+            return plain
+        if isinstance(given, str):
+            if given != "mask":
+                raise ValueError(f'position_ids is {given!r}; use a tensor [batch pos], "mask" or None')
+            return plain if padding is None else (padding.long().cumsum(-1) - 1).clamp(min=0) * padding
+        if given.ndim == 1:
+            given = given[None]
+        if given.shape[-1] != pos:
+            raise ValueError(f"position_ids is {list(given.shape)}; the prompt has {pos} positions")
+        return given
+
+    def _rotary(self, positions: Int[Tensor, "rows pos"], like: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin of each block type; angles in float32 at least, then cast."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        turns = {}
+        for layer in {layer.kind: layer for layer in self.cfg.layers}.values():
+            key = (layer.kind, dtype, like.device)
+            if key not in self._frequencies:
+                self._frequencies[key] = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(like.device)
+            angles = positions[..., None].to(dtype) * self._frequencies[key]
+            angles = torch.cat((angles, angles), dim=-1)  # [rows pos d_head]
+            turns[layer.kind] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        return turns
+
+    # -- which part runs --------------------------------------------------------------------------------
+
+    def _range(self, start: int | None, stop: int | None, resid: Tensor | None) -> tuple[int, int]:
+        n = self.cfg.n_layers
+        if (start is None) != (resid is None):
+            raise ValueError("start_at_layer runs on a stream [batch pos d_model]: give both or neither")
+        begin = 0 if start is None else start + n if start < 0 else start
+        end = n if stop is None else stop + n if stop < 0 else stop
+        if not (0 <= begin <= n and 0 <= end <= n):
+            raise ValueError(f"start_at_layer={start}, stop_at_layer={stop}: this model has blocks 0 to {n - 1}")
+        if begin > end:
+            raise ValueError(f"start_at_layer={start} is above stop_at_layer={stop}: nothing would run")
+        for layer in self.cfg.layers[begin:end]:
+            if layer.lender is not None and layer.lender < begin:
+                raise ValueError(
+                    f"block {layer.index} borrows keys and values from block {layer.lender}, which start_at_layer={start} "
+                    f"leaves out: start at {layer.lender} or below"
+                )
+        return begin, end
+
+    def _unreachable(
+        self, name: str, ran: tuple[int, int], resid: Any, stop: int | None, media: Mapping[str, Any], embeds: Any
+    ) -> str | None:
+        """Why a point cannot fire in a call, known before anything is computed; None when it can."""
+        head = name.split(".")[0]
+        if head == "blocks":
+            index = int(name.split(".")[1])
+            if not ran[0] <= index < ran[1]:
+                return f"it is in block {index}, and this call runs blocks {ran[0]} to {ran[1] - 1}"
+        elif head in ("ln_final", "hook_logits_raw", "hook_logits"):
+            return None if stop is None else f"stop_at_layer={stop} ends before the final norm and the head"
+        elif resid is not None:
+            return "start_at_layer runs on a given stream, which comes after it"
+        elif head in media and media[head] is None:
+            return f"no {_MEDIUM[head]} was given"
+        elif head == "hook_tokens" and embeds is not None:
+            return "inputs_embeds were given, so no ids are embedded"
+        return None
+
+    # -- what hooks.py asks -----------------------------------------------------------------------------
+
+    def canonical_name(self, name: str) -> str:
+        return names.canonical(name, self.cfg.n_layers)
+
+    def unknown_name(self, name: str) -> str:
+        return names.unknown(name, self.hook_dict, self.cfg)
+
+    def uncached(self, name: str) -> bool:
+        return name.endswith(".hook_result")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("vision", "video", "audio") and "cfg" in self.__dict__:
+            raise Unavailable(f"no {name}: {names.absent(_ROW[name], self.cfg)}")
+        return super().__getattr__(name)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and the layer scalars, under our names."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
+
+_MEDIUM = {"vision": "image", "video": "video", "audio": "audio"}
+_ROW = {name: names.BY_NAME[f"{name}.hook_out"] for name in ("vision", "video", "audio")}
+
+
+def _one_of(what: str, given: str, known: tuple[str, ...]) -> Any:
+    if given not in known:
+        raise ValueError(f"{what} is {given!r}; known are {', '.join(map(repr, known))}")
+    return given
+
+
+def _padding(mask: Tensor | None, batch: int, pos: int) -> Bool[Tensor, "batch pos"] | None:
+    """True on real tokens."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, pos):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; the prompt is [{batch}, {pos}] [batch pos]")
+    return mask.bool()
+
+
+def _pixels(
+    name: str, pixels: Tensor | None, position_name: str, positions: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Patches and their places, with a video's axis folded into the frames'."""
+    if pixels is None and positions is None:
+        return None
+    if pixels is None or positions is None:
+        missing, present = (name, position_name) if pixels is None else (position_name, name)
+        raise ValueError(f"{present} was given without {missing}: pass everything the processor returned")
+    if pixels.shape[:-1] != positions.shape[:-1] or positions.shape[-1] != 2:
+        raise ValueError(
+            f"{name} is {list(pixels.shape)} and {position_name} {list(positions.shape)}; needed are "
+            "[image patch values] and [image patch 2]"
+        )
+    return pixels.flatten(0, -3), positions.flatten(0, -3)
+
+
+def _frames(features: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if features is None and mask is None:
+        return None
+    if features is None or mask is None:
+        raise ValueError(
+            "audio needs both input_features and input_features_mask, which says which frames are real: "
+            "pass everything the feature extractor returned"
+        )
+    return features, mask.bool()
