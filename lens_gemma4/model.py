@@ -263,18 +263,20 @@ def softmax(scores: Float[Tensor, "*axes kv_pos"]) -> Float[Tensor, "*axes kv_po
     return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
 
 
-def _spells_like_5_10() -> bool:
-    """Whether the installed transformers asks for grouped heads whenever there is no mask. On a GPU the
-    spelling of the call picks the kernel, so it is followed; without transformers the newest counts."""
+def _transformers_version() -> tuple[int, ...]:
+    """The installed release, e.g. (5, 24), read from its metadata; the newest rules where there is none."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < GROUPED_SINCE
+        return (999,)
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-GROUPED_SINCE = (5, 13)
-SPELLS_LIKE_5_10 = _spells_like_5_10()
+# On a GPU the spelling of the call picks the kernel, and kernels round unlike: the installed release's is
+# followed. Since 5.13 heads wider than 256 are repeated rather than grouped; since 5.23 a single query under
+# a mask is regrouped under its key/value head.
+WIDE_HEADS_REPEATED = _transformers_version() >= (5, 13)
+SINGLE_QUERY_REGROUPED = _transformers_version() >= (5, 23)
 
 
 def sdpa(
@@ -288,8 +290,8 @@ def sdpa(
     per_kv = heads // k.shape[1]
     visible, grouped = mask.visible, False
     if per_kv > 1:
-        grouped = visible is None and (SPELLS_LIKE_5_10 or d_head <= 256)
-        if not grouped and pos == 1 and not SPELLS_LIKE_5_10:
+        grouped = visible is None and (d_head <= 256 or not WIDE_HEADS_REPEATED)
+        if not grouped and pos == 1 and SINGLE_QUERY_REGROUPED:
             q = q.reshape(batch, heads // per_kv, per_kv, d_head)
         elif not grouped:
             k, v = repeat_heads(k, per_kv), repeat_heads(v, per_kv)
