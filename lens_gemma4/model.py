@@ -60,15 +60,24 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         return self.hook_out(self.normalise(x))
 
+    def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        """The norm without hook points."""
+        wide_x = wide(x)
+        return self._gain(wide_x * (wide_x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-0.5), x)
+
     def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """Everything before `hook_out`."""
+        if not (self.hook_scale.live or self.hook_normalized.live):
+            return self.plain(x)
         wide_x = wide(x)
         mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
-        scale, explicit = self.hook_scale.watch(mean_square.sqrt()) if self.hook_scale.live else (None, False)
-        normalized = self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5))
+        scale, explicit = self.hook_scale.watch(mean_square.sqrt())
+        return self._gain(self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)), x)
+
+    def _gain(self, normalized: Tensor, like: Tensor) -> Tensor:
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
-        return normalized.to(x.dtype)
+        return normalized.to(like.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -582,6 +591,11 @@ class AudioEmbedder(nn.Module):
         return self.hook_audio_features(out[valid])
 
 
+def softcap(raw: Float[Tensor, "*axes d_vocab"], cap: float | None) -> Float[Tensor, "*axes d_vocab"]:
+    """`cap * tanh(raw / cap)`, in the logits' own dtype."""
+    return raw if cap is None else torch.tanh(raw / cap) * cap
+
+
 # -- the network --------------------------------------------------------------------------------------
 
 
@@ -610,7 +624,7 @@ class Gemma4(HookedRootModule):
             self.w_u = empty(cfg.d_vocab, cfg.d_model)
         self.hook_logits_raw, self.hook_logits = HookPoint(), HookPoint()
         self._frequencies: dict[Any, Tensor] = {}
-        self._positions_warned = False
+        self._skipped: dict[int, Tensor | None] = {}  # blocks left out, and the stream put in their place
         self.set_attn_implementation(attn_implementation)
         self.setup()
         for name, point in self.hook_dict.items():
@@ -692,7 +706,11 @@ class Gemma4(HookedRootModule):
         turns = self._rotary(self._position_ids(position_ids, padding, pos, stream.device), stream)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         for block in self.blocks[start:stop]:
-            stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
+            if block.cfg.index in self._skipped:
+                given = self._skipped[block.cfg.index]
+                stream = stream if given is None else given
+            else:
+                stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
         if stop_at_layer is not None:
             return stream
         stream = self.ln_final(stream)
@@ -701,8 +719,7 @@ class Gemma4(HookedRootModule):
     def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
         """The head and its softcap, in the logits' own dtype."""
         raw = self.hook_logits_raw(F.linear(x, self.unembedding))
-        cap = self.cfg.output_logits_soft_cap
-        return self.hook_logits(raw if cap is None else torch.tanh(raw / cap) * cap)
+        return self.hook_logits(softcap(raw, self.cfg.output_logits_soft_cap))
 
     # -- from inputs to the first stream ----------------------------------------------------------------
 
@@ -823,10 +840,12 @@ class Gemma4(HookedRootModule):
         if begin > end:
             raise ValueError(f"start_at_layer={start} is above stop_at_layer={stop}: nothing would run")
         for layer in self.cfg.layers[begin:end]:
-            if layer.lender is not None and layer.lender < begin:
+            if layer.lender is None or layer.index in self._skipped:
+                continue
+            if layer.lender < begin or layer.lender in self._skipped:
                 raise ValueError(
-                    f"block {layer.index} borrows keys and values from block {layer.lender}, which start_at_layer={start} "
-                    f"leaves out: start at {layer.lender} or below"
+                    f"block {layer.index} borrows its keys and values from block {layer.lender}, which this call leaves "
+                    f"out: start at block {layer.lender} or below, and do not skip it"
                 )
         return begin, end
 
@@ -839,6 +858,8 @@ class Gemma4(HookedRootModule):
             index = int(name.split(".")[1])
             if not ran[0] <= index < ran[1]:
                 return f"it is in block {index}, and this call runs blocks {ran[0]} to {ran[1] - 1}"
+            if index in self._skipped:
+                return f"block {index} is skipped"
         elif head in ("ln_final", "hook_logits_raw", "hook_logits"):
             return None if stop is None else f"stop_at_layer={stop} ends before the final norm and the head"
         elif resid is not None:

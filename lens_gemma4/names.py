@@ -37,6 +37,11 @@ class Row:
         return self.name.startswith("blocks.{i}.")
 
     @property
+    def ends(self) -> bool:
+        """Comes after the last block."""
+        return self.name.split(".")[0] in ("ln_final", "hook_logits_raw", "hook_logits")
+
+    @property
     def media(self) -> str | None:
         """ "vision", "video" or "audio" for their points, else None."""
         head = self.name.split(".")[0]
@@ -257,15 +262,14 @@ def absent(row: Row, cfg: HookedConfig, layer: LayerConfig | None = None) -> str
 
 def points(cfg: HookedConfig) -> Iterator[tuple[str, Row]]:
     """Every hook point this checkpoint has, in the order they fire, with its row."""
-    for row in (r for r in ROWS if not r.in_block and r.name.split(".")[0] not in ("ln_final", "hook_logits_raw", "hook_logits")):
+    for row in (r for r in ROWS if not (r.in_block or r.ends)):
         if absent(row, cfg) is None:
             yield row.name, row
     for layer in cfg.layers:
         for row in (r for r in ROWS if r.in_block):
             if absent(row, cfg, layer) is None:
                 yield row.name.replace("{i}", str(layer.index)), row
-    for row in ROWS[-5:]:
-        yield row.name, row
+    yield from ((row.name, row) for row in ROWS if row.ends)
 
 
 def unknown(name: str, known: Iterable[str], cfg: HookedConfig | None = None) -> str:
@@ -289,3 +293,50 @@ def unknown(name: str, known: Iterable[str], cfg: HookedConfig | None = None) ->
         f"no hook point {name!r}.{hint}\n"
         "  `lens-gemma4 names` lists all of them with their standard and transformers names."
     )
+
+
+def tree(cfg: HookedConfig, title: str) -> str:
+    """The model as text: runs of identical blocks folded, each hook point with standard name, axes, meaning."""
+    lines = [title]
+    shown = {name: row for name, row in points(cfg)}
+    for name, row in shown.items():
+        if not (row.in_block or row.ends):
+            lines.append("  " + _line(name, row))
+    told: dict[str, str] = {}
+    for first, last in _runs(cfg):
+        layer = cfg.layer(first)
+        span = f"{first}-{last}" if last > first else f"{first}"
+        if (same := told.setdefault(_sizes(layer), span)) != span:
+            lines.append(f"  blocks.{span}  as blocks.{same}")
+            continue
+        lines.append(f"  blocks.{span}  {_sizes(layer)}")
+        prefix = f"blocks.{first}."
+        lines += ["    " + _line(name.removeprefix(prefix), row) for name, row in shown.items() if name.startswith(prefix)]
+    lines += ["  " + _line(name, row) for name, row in shown.items() if row.ends]
+    return "\n".join(lines)
+
+
+def _line(name: str, row: Row) -> str:
+    standard = f" = {', '.join(s.removeprefix('layers.{i}.') for s in row.standard)}" if row.standard else ""
+    return f"{name}{'*' if row.starred else ''}{standard}  [{row.axes}]  {row.meaning}"
+
+
+def _sizes(layer: LayerConfig) -> str:
+    window = f", window {layer.window}" if layer.window else ""
+    values = ", values read from keys" if layer.k_eq_v else ""
+    lender = f", keys and values of block {layer.lender}" if layer.lender is not None else ""
+    return (
+        f"{layer.kind}{window}: {layer.n_heads} heads of {layer.d_head}, {layer.n_key_value_heads} key/value heads, "
+        f"MLP {layer.d_mlp}{values}{lender}"
+    )
+
+
+def _runs(cfg: HookedConfig) -> list[tuple[int, int]]:
+    """First and last block of each run of blocks that differ in nothing but their number."""
+    runs: list[tuple[int, int]] = []
+    for layer in cfg.layers:
+        if runs and _sizes(cfg.layer(runs[-1][0])) == _sizes(layer):
+            runs[-1] = (runs[-1][0], layer.index)
+        else:
+            runs.append((layer.index, layer.index))
+    return runs

@@ -1,0 +1,639 @@
+"""`HookedModel`: the network with a tokenizer, loading, caching and the verbs of the field."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_gemma4 import loading, names
+from lens_gemma4.cache import ActivationCache
+from lens_gemma4.config import HookedConfig, LayerConfig
+from lens_gemma4.errors import HookNameError
+from lens_gemma4.hooks import NamedPoint, NameFilter
+from lens_gemma4.inputs import TextInputs
+from lens_gemma4.model import AttnImplementation, Gemma4, HookPoint, ImageMask, softcap
+from lens_gemma4.utils import Slice, lm_cross_entropy_loss
+
+ReturnType = Literal["logits", "loss", "both"] | None
+
+# Keys a processor returns that the network does not need.
+IGNORED_KEYS = ("token_type_ids", "video_metadata")
+IGNORED_PREFIX = "num_soft_tokens_per_"
+TENSOR_KEYS = (
+    "attention_mask",
+    "position_ids",
+    "mm_token_type_ids",
+    "pixel_values",
+    "image_position_ids",
+    "pixel_values_videos",
+    "video_position_ids",
+    "num_frames_per_video",
+    "input_features",
+    "input_features_mask",
+    "inputs_embeds",
+)
+
+
+class Output(NamedTuple):
+    """What `return_type="both"` gives."""
+
+    logits: Tensor
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class MLPSizes:
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One block's own sizes, under the standard names."""
+
+    self_attn: AttentionSizes
+    mlp: MLPSizes
+
+
+class HookedModel(TextInputs, Gemma4):
+    """Gemma 4 unified with every value hookable, bit-identical to transformers.
+
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> logits, cache = model.run_with_cache("The capital of France is")
+    >>> cache["resid_post", -1].shape[-1] == model.cfg.d_model
+    True
+    """
+
+    def __init__(
+        self,
+        cfg: HookedConfig,
+        attn_implementation: AttnImplementation = "sdpa",
+        image_mask: ImageMask = "transformers",
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(cfg, attn_implementation, image_mask)
+        self.folder = folder
+        self._warned: set[str] = set()
+
+    # -- loading ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        attn_implementation: AttnImplementation = "sdpa",
+        image_mask: ImageMask = "transformers",
+        hf_model: Any = None,
+        device_map: None = None,
+    ) -> HookedModel:
+        """Load a checkpoint: a Hub id, a folder, or "tiny", the one that ships with the package.
+
+        Args:
+            device: where the weights go; the CPU by default.
+            dtype: of the weights; by default what config.json names, else the embedding's.
+            revision, token, cache_dir, local_files_only: as in huggingface_hub.
+            attn_implementation: "sdpa" or "eager", each bit-identical to transformers' own.
+            image_mask: "transformers" (its forward) or "windowed" (5.24's static-cache generation).
+            hf_model: a loaded transformers model whose tensors are shared; nothing in it changes.
+                `name_or_path` then says only where tokenizer and processor are.
+
+        Raises:
+            loading.CheckpointError: tensors missing, unexpected or misshapen, all listed; a damaged,
+                pickled or quantised checkpoint.
+            ConfigError: another model_type, or a field this network does not compute.
+        """
+        if device_map is not None:
+            raise ValueError("device_map is not supported: the model lives on one device; use device=")
+        if name_or_path is None and hf_model is None:
+            raise ValueError('give a Hub id, a folder or "tiny"')
+        dtype = _dtype(dtype)
+        if dtype == torch.float16:
+            warnings.warn(
+                "float16 overflows in this family (patch embedding, MLP product): values may be infinite or NaN; "
+                "bfloat16 or float32 do not. check_finite=True names the first point that is not finite.",
+                stacklevel=2,
+            )
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        if hf_model is not None:
+            folder = _folder_or_none(name_or_path, hub)
+            cfg = loading.config_of(hf_model)
+        else:
+            folder = loading.resolve(name_or_path, **hub)
+            cfg = HookedConfig.from_hf(folder)
+        with torch.device("meta"):
+            model = cls(cfg, attn_implementation, image_mask, folder)
+        if hf_model is not None:
+            loading.share_storage(hf_model, model, dtype=dtype, device=device)
+        else:
+            loading.read_checkpoint(folder, cfg, model, dtype=dtype, device=device)
+        model.match_dtype()
+        return model
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: str | int = "5GB") -> None:
+        """Write a checkpoint that every supported transformers loads to identical logits.
+
+        Tokenizer and processor files go along. An unfinished write never looks like a checkpoint.
+        """
+        loading.save(self, folder, max_shard_size=max_shard_size)
+        self.save_text_files(folder)
+
+    # -- running ----------------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Any = None,
+        *,
+        input_ids: Any = None,
+        return_type: ReturnType = "logits",
+        loss_per_token: bool = False,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        check_finite: bool = False,
+        **inputs: Any,
+    ) -> Tensor | Output | None:
+        """Run the model.
+
+        Args:
+            input: text, texts, ids (`[batch pos]` or `[pos]`), a transformers processor's output, or with
+                `start_at_layer` a stream `[batch pos d_model]`. `input_ids=` is the same.
+            return_type: "logits" `[batch pos d_vocab]`, "loss" (nats, float32 mean over targets that are
+                neither padding nor media placeholders), "both", or None.
+            loss_per_token: the loss as `[batch pos-1]`, 0 where a target does not count.
+            start_at_layer: first block to run, on a given stream.
+            stop_at_layer: block before which to stop; the stream entering it is returned.
+            check_finite: raise at the first hook point whose value is not finite, and name it.
+            inputs: `attention_mask` (1 on real tokens), `position_ids` (a tensor, or "mask" to count real
+                tokens as transformers' generate does), `mm_token_type_ids`, `pixel_values`,
+                `image_position_ids`, `pixel_values_videos`, `video_position_ids`, `num_frames_per_video`,
+                `input_features`, `input_features_mask`, `inputs_embeds`; `images`, `videos`, `audio` with
+                text; `prepend_bos` (None means on), `padding_side` (None means the tokenizer's).
+
+        Raises:
+            TypeError: an unknown keyword.
+            ValueError: inputs that do not fit together; the message names both sides.
+            HookNameError: a literally named hook that cannot fire in this call.
+        """
+        if return_type not in ("logits", "loss", "both", None):
+            raise ValueError(f'return_type is {return_type!r}; use "logits", "loss", "both" or None')
+        tensors = self.prepare(input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs)
+        wants_logits = return_type is not None or self.hook_logits.live or self.hook_logits_raw.live
+        layers = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
+        with self._finite_or_error(check_finite):
+            out = super().forward(**tensors, **layers, with_logits=wants_logits)
+        if stop_at_layer is not None:
+            return out
+        if return_type == "logits" or return_type is None:
+            return out if return_type else None
+        loss = self.loss_fn(out, tensors.get("input_ids"), tensors.get("attention_mask"), per_token=loss_per_token)
+        return Output(out, loss) if return_type == "both" else loss
+
+    def prepare(
+        self,
+        input: Any = None,
+        *,
+        input_ids: Any = None,
+        start_at_layer: int | None = None,
+        prepend_bos: bool | None = None,
+        padding_side: Literal["left", "right"] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        audio: Any = None,
+        **inputs: Any,
+    ) -> dict[str, Any]:
+        """Whatever `forward` accepts, as the tensors the network runs on, on the model's device."""
+        if input is not None and isinstance(input, Mapping):
+            return self.prepare(
+                start_at_layer=start_at_layer, **_merge(input, dict(inputs, input_ids=input_ids))
+            )
+        tensors = _known(inputs)
+        if start_at_layer is not None:
+            tensors["resid"], input = input, None
+            if tensors["resid"] is not None and tensors["resid"].ndim == 2:
+                tensors["resid"] = tensors["resid"][None]
+        if input is not None and input_ids is not None:
+            raise ValueError("input and input_ids are the same thing: give one")
+        input = input_ids if input is None else input
+        if _is_text(input):
+            tensors |= self.encode_inputs(
+                input, prepend_bos=prepend_bos, padding_side=padding_side, images=images, videos=videos, audio=audio
+            )
+        elif images is not None or videos is not None or audio is not None:
+            raise ValueError("images, videos and audio go with text; with ids, give what the processor returned")
+        elif input is not None:
+            tensors["input_ids"] = _ids(input)
+        elif tensors.get("inputs_embeds") is None and tensors.get("resid") is None:
+            raise ValueError("nothing to run: give text, ids, a processor's output, or inputs_embeds")
+        tensors = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in tensors.items()}
+        self._warn_about(tensors)
+        return tensors
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        names_filter: NameFilter = None,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        pos_slice: Slice | int | slice | Sequence[int] | None = None,
+        return_cache_object: bool = True,
+        **model_kwargs: Any,
+    ) -> tuple[Any, ActivationCache | dict[str, Tensor]]:
+        """Run the model and keep values.
+
+        Args:
+            names_filter: a name in either vocabulary, a list, a glob, a compiled pattern or a function of our
+                name; None keeps every point but `hook_result`. Fewer names, less memory.
+            device: where kept values go.
+            remove_batch_dim: drop the batch axis; needs a batch of 1.
+            incl_bwd: also differentiate the output (`return_type="loss"`) and keep gradients as `name + "_grad"`.
+            pos_slice: positions to keep.
+            return_cache_object: an `ActivationCache`, else a plain dictionary.
+
+        Returns:
+            (what the call returns, cache). Values are snapshots: later edits never change them.
+
+        >>> model = HookedModel.from_pretrained("tiny")
+        >>> _, cache = model.run_with_cache("The capital of France is", names_filter="blocks.*.hook_resid_post")
+        >>> len(cache) == model.cfg.n_layers
+        True
+        """
+        inputs = {k: v for k, v in model_kwargs.items() if k not in _RUN_KEYS}
+        tensors = self.prepare(*model_args, start_at_layer=model_kwargs.get("start_at_layer"), **inputs)
+        run = {k: v for k, v in model_kwargs.items() if k in _RUN_KEYS}
+        out, values = self.run_and_store(
+            names_filter=names_filter,
+            device=device,
+            remove_batch_dim=remove_batch_dim,
+            incl_bwd=incl_bwd,
+            pos_slice=_slicer(pos_slice),
+            input=tensors.pop("resid", None),
+            **tensors,
+            **run,
+        )
+        if not return_cache_object:
+            return out, values
+        return out, ActivationCache(
+            values, self.cfg, self.attribution_weights(), self._derived(tensors, out), has_batch_dim=not remove_batch_dim
+        )
+
+    def _derived(self, tensors: Mapping[str, Any], out: Any) -> dict[str, Any]:
+        """Values the cache serves that no hook point holds."""
+        ids = tensors.get("input_ids")
+        first = ids if ids is not None else tensors.get("inputs_embeds")
+        if first is None:
+            return {}
+        mask = tensors.get("attention_mask")
+        derived: dict[str, Any] = {
+            "input_size": tuple(first.shape[:2]),
+            "attention_mask": torch.ones(first.shape[:2], dtype=torch.long, device=self.device) if mask is None else mask,
+        }
+        if self.cfg.vision is not None and ids is not None:
+            derived["vision.image_token_mask"] = ids == self.cfg.image_token_id
+        logits = out.logits if isinstance(out, Output) else out
+        if isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[-1] == self.cfg.d_vocab:
+            derived["next_token_probs"] = logits.detach()[:, -1].float().softmax(-1)
+        return derived
+
+    def attribution_weights(self) -> dict[str, Any]:
+        """References to the few weights that attributions need; no copies."""
+        return {
+            "layer_scalar": [block.layer_scalar for block in self.blocks],
+            "W_O": [block.attn.W_O for block in self.blocks],
+            "W_out": [block.mlp.W_out for block in self.blocks],
+            "ln1_post": [block.ln1_post.weight for block in self.blocks],
+            "ln2_post": [block.ln2_post.weight for block in self.blocks],
+            "ln_final": self.ln_final.weight,
+            "W_U": self.W_U,
+        }
+
+    def loss_fn(
+        self, logits: Tensor, tokens: Tensor | None, attention_mask: Tensor | None = None, per_token: bool = False
+    ) -> Float[Tensor, ""] | Float[Tensor, "batch targets"]:
+        """Next-token loss in nats, float32, over targets that are neither padding nor placeholders."""
+        if tokens is None:
+            raise ValueError("a loss needs the ids that were run: give input_ids beside inputs_embeds or the stream")
+        counts = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        for token in (self.cfg.image_token_id, self.cfg.video_token_id, self.cfg.audio_token_id):
+            if token is not None:
+                counts = counts & (tokens != token)
+        safe = torch.where(counts, tokens, 0)  # placeholders may lie outside the vocabulary
+        return lm_cross_entropy_loss(logits.float(), safe, counts, per_token)
+
+    @contextmanager
+    def _finite_or_error(self, wanted: bool) -> Iterator[None]:
+        if not wanted:
+            yield
+            return
+        added = []
+        try:
+            for point in self.hook_dict.values():
+                added.append((point, point.add_hook(_raise_unless_finite, reads_only=True)))
+            yield
+        finally:
+            for point, handle in added:
+                point.remove(handle)
+
+    def _warn_about(self, tensors: Mapping[str, Any]) -> None:
+        """Two things that peers do silently; said once for each model."""
+        if tensors.get("attention_mask") is not None:
+            return
+        ids, positions = tensors.get("input_ids"), tensors.get("position_ids")
+        pad = self.cfg.pad_token_id
+        if ids is not None and pad is not None and "pad" not in self._warned and bool((ids == pad).any()):
+                self._warn("pad", "the ids hold the pad token and no attention_mask was given, so it is attended to")
+        fresh = isinstance(positions, Tensor) and "jump" not in self._warned
+        if fresh and bool((positions.diff(dim=-1) != 1).any()):
+                self._warn(
+                    "jump",
+                    "position_ids jump and no attention_mask was given. Positions only turn the rotary here; "
+                    "transformers' wrapper would also hide the parts from each other, as packed documents",
+                )
+
+    def _warn(self, key: str, message: str) -> None:
+        self._warned.add(key)
+        warnings.warn(message + ".", stacklevel=4)
+
+    # -- verbs ------------------------------------------------------------------------------------------
+
+    def project_on_vocab(self, stream: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
+        """The logit lens: final norm (recomputed), head and softcap. No hook fires."""
+        raw = torch.nn.functional.linear(self.ln_final.plain(stream), self.unembedding)
+        return softcap(raw, self.cfg.output_logits_soft_cap)
+
+    def topk_tokens(self, stream: Float[Tensor, "*axes d_model"], k: int = 5) -> list[Any]:
+        """The k likeliest tokens of a stream vector as strings, nested like the stream's axes."""
+        return self._strings(self.project_on_vocab(stream).topk(k, dim=-1).indices)
+
+    def _strings(self, ids: Tensor) -> Any:
+        return [self._strings(i) for i in ids] if ids.ndim else self.to_single_str_token(int(ids))
+
+    @contextmanager
+    def steer(
+        self,
+        layers: int | Iterable[int],
+        vector: Float[Tensor, "*axes d_model"],
+        factor: float = 1.0,
+        positions: int | slice | Sequence[int] | None = None,
+    ) -> Iterator[HookedModel]:
+        """Add `factor * vector` to the stream leaving each of `layers`, after `layer_scalar`.
+
+        Args:
+            vector: `[d_model]`, or anything that broadcasts over `[batch pos d_model]`.
+            positions: where; everywhere by default.
+        """
+        if vector.shape[-1] != self.cfg.d_model:
+            raise ValueError(f"the steering vector is {list(vector.shape)}; needed is [... {self.cfg.d_model}]")
+        where = slice(None) if positions is None else positions
+
+        def add(resid: Tensor, hook: HookPoint | NamedPoint) -> Tensor:
+            resid[:, where] += factor * vector.to(resid)
+            return resid
+
+        chosen = [layers] if isinstance(layers, int) else list(layers)
+        points = [f"blocks.{self.cfg.layer(layer).index}.hook_resid_post" for layer in chosen]
+        with self.hooks(fwd_hooks=[(point, add) for point in points]):
+            yield self
+
+    @contextmanager
+    def skip_layers(
+        self, first: int, last: int, stream: Float[Tensor, "batch pos d_model"] | None = None
+    ) -> Iterator[HookedModel]:
+        """Leave out blocks `first` to `last`, both included; `stream` then takes the place of what they
+        would have passed on (by default what entered them). They compute nothing and their hooks are silent."""
+        begin, end = self.cfg.layer(first).index, self.cfg.layer(last).index
+        if begin > end:
+            raise ValueError(f"skip_layers({first}, {last}) leaves out nothing: the first is above the last")
+        outer = self._skipped
+        self._skipped = outer | dict.fromkeys(range(begin, end + 1), stream)
+        try:
+            yield self
+        finally:
+            self._skipped = outer
+
+    # -- weights, in TransformerLens's layout -----------------------------------------------------------
+
+    @property
+    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The stored matrix, without the scale: `hook_embed == W_E[ids] * cfg.embed_scale`."""
+        return self.w_e
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
+        return self.unembedding.T
+
+    @property
+    def W_Q(self) -> list[Tensor]:
+        """By block; head sizes differ."""
+        return [block.attn.W_Q for block in self.blocks]
+
+    @property
+    def W_K(self) -> list[Tensor]:
+        return [block.attn.W_K for block in self.blocks]
+
+    @property
+    def W_V(self) -> list[Tensor]:
+        return [block.attn.W_V for block in self.blocks]
+
+    @property
+    def W_O(self) -> list[Tensor]:
+        return [block.attn.W_O for block in self.blocks]
+
+    @property
+    def W_gate(self) -> list[Tensor]:
+        return [block.mlp.W_gate for block in self.blocks]
+
+    @property
+    def W_in(self) -> list[Tensor]:
+        return [block.mlp.W_in for block in self.blocks]
+
+    @property
+    def W_out(self) -> list[Tensor]:
+        return [block.mlp.W_out for block in self.blocks]
+
+    # -- sizes, under the standard names ----------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.cfg.n_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.cfg.d_model
+
+    @property
+    def num_heads(self) -> int:
+        return self.cfg.n_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cfg.n_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.cfg.d_head
+
+    qk_head_dim = head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.cfg.d_vocab
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.cfg.d_mlp
+
+    @property
+    def layers(self) -> list[LayerSizes]:
+        """Each block's own sizes: `layers[5].self_attn.head_dim`."""
+        return [_layer_sizes(layer) for layer in self.cfg.layers]
+
+    def all_head_labels(self) -> list[str]:
+        return [f"L{layer.index}H{head}" for layer in self.cfg.layers for head in range(layer.n_heads)]
+
+    # -- what there is ----------------------------------------------------------------------------------
+
+    def support(self) -> list[dict[str, str]]:
+        """Every value of the table: its names, axes, whether this checkpoint has it, and if not, why."""
+        rows = []
+        for row in names.ROWS:
+            reasons = [names.absent(row, self.cfg, layer) for layer in (self.cfg.layers if row.in_block else (None,))]
+            missing = [reason for reason in reasons if reason]
+            state = "yes" if not missing else "no" if len(missing) == len(reasons) else "some blocks"
+            rows.append(
+                {
+                    "name": row.name,
+                    "standard": ", ".join(row.standard),
+                    "axes": row.axes,
+                    "meaning": row.meaning,
+                    "available": state,
+                    "why": "; ".join(dict.fromkeys(missing)),
+                }
+            )
+        return rows
+
+    def __repr__(self) -> str:
+        return names.tree(self.cfg, f"{type(self).__name__}({self.cfg.model_name!r}, {self.dtype}, {self.device})")
+
+    # Flags of TransformerLens: the points they switch on are always there.
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Does nothing: `attn.hook_result` is always there and computed while somebody listens."""
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Does nothing: hook `attn.hook_q`, `hook_k` and `hook_v`, which are separate points."""
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Does nothing: hook `ln1.hook_out`, what the attention reads."""
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Does nothing: hook `ln2.hook_out`, what the MLP reads."""
+
+
+_RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
+
+
+def _layer_sizes(layer: LayerConfig) -> LayerSizes:
+    return LayerSizes(AttentionSizes(layer.n_heads, layer.n_key_value_heads, layer.d_head), MLPSizes(layer.d_mlp))
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; use torch.float32, torch.bfloat16, torch.float64, or their names")
+    return found
+
+
+def _folder_or_none(name_or_path: str | Path | None, hub: dict[str, Any]) -> Path | None:
+    return None if name_or_path is None else loading.resolve(name_or_path, **hub)
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, str):
+        return True
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, (str, dict, list)) for item in value) and any(
+        isinstance(item, (str, dict)) for item in value
+    )
+
+
+def _ids(value: Any) -> Tensor:
+    """Ids as `[batch pos]`."""
+    if isinstance(value, Tensor):
+        ids = value
+    else:
+        try:
+            ids = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"cannot run {type(value).__name__}: give text, a list of texts, or ids [batch pos]") from error
+    if ids.is_floating_point():
+        raise TypeError(
+            f"ids must be whole numbers, got {ids.dtype} {list(ids.shape)}; a stream goes with start_at_layer, "
+            "embeddings with inputs_embeds="
+        )
+    return ids[None] if ids.ndim == 1 else ids
+
+
+def _merge(processed: Mapping[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A processor's output with keywords beside it; the same key twice is refused."""
+    extra = {k: v for k, v in inputs.items() if v is not None}
+    if twice := sorted(set(processed) & set(extra)):
+        raise ValueError(f"{twice} given both in the processor's output and as keywords: give them once")
+    return {**processed, **extra}
+
+
+def _known(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords the network takes, without those a processor adds for others."""
+    known = {}
+    for key, value in inputs.items():
+        if key in TENSOR_KEYS:
+            known[key] = value
+        elif not (key in IGNORED_KEYS or key.startswith(IGNORED_PREFIX)):
+            close = difflib.get_close_matches(key, TENSOR_KEYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"unknown keyword {key!r}{hint}")
+    return known
+
+
+def _slicer(pos_slice: Any) -> Callable[[Tensor, str], Tensor] | None:
+    """Keep some positions of every value that has a position axis, as a copy of its own."""
+    if pos_slice is None:
+        return None
+    chosen = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
+
+    def keep(value: Tensor, axes: str) -> Tensor:
+        words = axes.split()
+        return chosen.apply(value, dim=words.index("pos")).clone() if "pos" in words else value
+
+    return keep
+
+
+def _raise_unless_finite(value: Tensor, hook: HookPoint | NamedPoint) -> None:
+    # Masked scores hold the dtype's lowest number, which is finite.
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise FloatingPointError(f"{hook.name!r} is the first value that is not finite ({value.dtype})")
+
+
+__all__ = ["HookNameError", "HookedModel", "Output"]
