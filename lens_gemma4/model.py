@@ -882,7 +882,7 @@ class Gemma4(HookedRootModule):
         return name.endswith(".hook_result")
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("vision", "video", "audio") and "cfg" in self.__dict__:
+        if name in ("vision", "video", "audio") and name not in self._modules:
             raise Unavailable(f"no {name}: {names.absent(_ROW[name], self.cfg)}")
         return super().__getattr__(name)
 
