@@ -89,14 +89,14 @@ class _Recorder(TorchFunctionMode):
     `layer_scalar` multiplies, what a softmax reads, what is scattered among the embeddings.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, keep: Keep) -> None:
+    def __init__(self, model: Any, inputs: Inputs, keep: Keep) -> None:
         super().__init__()
         self.inputs = inputs
         self.keep_function = keep
         self.kept: set[str] = set()
         wrapper = hasattr(model.model, "language_model")
-        self.text = model.model.language_model if wrapper else model.model
-        self.embedders = model.model if wrapper else None
+        self.text: Any = model.model.language_model if wrapper else model.model
+        self.embedders: Any = model.model if wrapper else None
         self.head = model.lm_head
         self.config = model.config
         self.layer_of = {id(layer.self_attn): i for i, layer in enumerate(self.text.layers)}
@@ -109,7 +109,9 @@ class _Recorder(TorchFunctionMode):
 
     def keep(self, name: str, value: Tensor) -> None:
         if name in self.kept:
-            raise RuntimeError(f"{name} was computed twice in one forward: this transformers is built in another way")
+            raise RuntimeError(
+                f"{name} was computed twice in one forward: this transformers is built in another way"
+            )
         self.kept.add(name)
         # At once: transformers multiplies the stream in place a few lines further on.
         self.keep_function(name, value.detach().clone(memory_format=torch.contiguous_format))
@@ -165,8 +167,9 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def _attention(self) -> Iterator[None]:
         """The attention function of the model's choice, watched: it gets rotated heads and returns z."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        functions: Any = ALL_ATTENTION_FUNCTIONS
         chosen = self.text.config._attn_implementation
         modeling = sys.modules[type(self.text).__module__]
         function = functions.get_interface(chosen, modeling.eager_attention_forward)
@@ -179,7 +182,9 @@ class _Recorder(TorchFunctionMode):
             if override is not None:
                 functions[chosen] = override
 
-    def _attend(self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def _attend(
+        self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
         layer = self.layer_of.get(id(module))
         if layer is None:  # another model that runs at the same time
             return function(module, q, k, v, mask, **kwargs)
@@ -232,7 +237,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def run_reference(hf_model: nn.Module, inputs: Inputs, keep: Keep) -> Bool[Tensor, "batch pos"]:
+def run_reference(hf_model: Any, inputs: Inputs, keep: Keep) -> Bool[Tensor, "batch pos"]:
     """Run a loaded transformers model once, in its default way, and hand each value to `keep(name, value)`.
 
     Values come under our hook names, in our axes, as fresh tensors, in order of computation. Hooks and watchers are
@@ -255,7 +260,7 @@ def run_reference(hf_model: nn.Module, inputs: Inputs, keep: Keep) -> Bool[Tenso
     return recorder.blind
 
 
-def reference_values(hf_model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+def reference_values(hf_model: Any, inputs: Inputs) -> dict[str, Tensor]:
     """Every value of the table of hook points that transformers exposes, from one default forward.
 
     See `run_reference`; here the values are collected in memory.
@@ -277,7 +282,9 @@ def for_transformers(inputs: Inputs) -> dict[str, Tensor]:
     from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedModel
 
     given = dict(inputs)
-    flat_frames = "num_frames_per_video" in inspect.signature(Gemma4UnifiedModel.get_video_features).parameters
+    flat_frames = (
+        "num_frames_per_video" in inspect.signature(Gemma4UnifiedModel.get_video_features).parameters
+    )
     if "pixel_values_videos" in given and not flat_frames:
         given.pop("num_frames_per_video")
         for name in ("pixel_values_videos", "video_position_ids"):
@@ -321,7 +328,12 @@ class Difference:
 
 
 def compare(
-    name: str, ours: Tensor, theirs: Tensor, blind: Bool[Tensor, "batch pos"], attn: str = "", prompt: str = ""
+    name: str,
+    ours: Tensor,
+    theirs: Tensor,
+    blind: Bool[Tensor, "batch pos"],
+    attn: str = "",
+    prompt: str = "",
 ) -> Difference:
     """Compare one value, but for the rows of queries that see no key: these must only be finite."""
     report = partial(Difference, attn, prompt, name)
@@ -406,7 +418,9 @@ def _ids_and_mask(
     longest = max(map(len, types_of_rows))
     pads = [longest - len(types) for types in types_of_rows]
     left = padding_side == "left"
-    padded = [[0] * n + types if left else types + [0] * n for types, n in zip(types_of_rows, pads, strict=True)]
+    padded = [
+        [0] * n + types if left else types + [0] * n for types, n in zip(types_of_rows, pads, strict=True)
+    ]
     types = torch.tensor(padded)  # [batch pos]
     positions = torch.arange(longest)
     mask = torch.stack([positions >= n if left else positions < longest - n for n in pads])
@@ -420,7 +434,9 @@ def _ids_and_mask(
     return inputs | ({"attention_mask": mask.long()} if any(pads) else {})
 
 
-def _text_ids(shape: Any, special: Sequence[int | None], d_vocab: int, generator: torch.Generator) -> Int[Tensor, "..."]:
+def _text_ids(
+    shape: Sequence[int], special: Sequence[int | None], d_vocab: int, generator: torch.Generator
+) -> Int[Tensor, "batch pos"]:
     ids = torch.randint(0, d_vocab, tuple(shape), generator=generator)
     taken = torch.tensor([token for token in special if token is not None])
     while (bad := torch.isin(ids, taken)).any():
@@ -469,7 +485,9 @@ class Prompt:
     stream_only: bool = False
 
     def wants(self, name: str) -> bool:
-        return not self.stream_only or bool(re.search(r"hook_(embed|attn_out|mlp_out|resid_post|logits)$", name))
+        return not self.stream_only or bool(
+            re.search(r"hook_(embed|attn_out|mlp_out|resid_post|logits)$", name)
+        )
 
 
 def prompts(cfg: HookedConfig, folder: Path, seed: int = 0) -> list[Prompt]:
@@ -492,13 +510,26 @@ def prompts(cfg: HookedConfig, folder: Path, seed: int = 0) -> list[Prompt]:
         small, large = (min(3, size), 2), (min(5, size), min(4, size))
         found += [
             Prompt("image", build([[text, ("image", large), text]])),
-            Prompt("images, padded left", build([[text, ("image", small), ("text", 1), ("image", large)], [text], [("image", small), text]], padding_side="left")),
+            Prompt(
+                "images, padded left",
+                build(
+                    [
+                        [text, ("image", small), ("text", 1), ("image", large)],
+                        [text],
+                        [("image", small), text],
+                    ],
+                    padding_side="left",
+                ),
+            ),
             Prompt("video", build([[text, ("video", [small, small, small]), text]])),
         ]
     if cfg.audio is not None:
         found.append(Prompt("audio, padded right", build([[text, ("audio", 7), text], [("audio", 3), text]])))
     if cfg.vision is not None and cfg.audio is not None:
-        everything = [[text, ("image", small), text, ("audio", 4), ("video", [small, large])], [text, ("image", large)]]
+        everything = [
+            [text, ("image", small), text, ("audio", 4), ("video", [small, large])],
+            [text, ("image", large)],
+        ]
         found.append(Prompt("image, audio and video", build(everything, padding_side="left")))
     return found
 
@@ -539,6 +570,10 @@ def check(
         One row per attention, prompt and hook point, in order of computation.
     Raises:
         RuntimeError: the installed transformers is built in a way that this comparison does not know.
+
+    >>> rows = check("path/to/gemma-4-12B")          # doctest: +SKIP
+    >>> all(row.equal for row in rows)               # doctest: +SKIP
+    True
     """
     folder = Path(folder)
     cfg = HookedConfig.from_hf(folder)
@@ -547,74 +582,109 @@ def check(
     rows: list[Difference] = []
     for attn in attn_implementation:
         with tempfile.TemporaryDirectory(prefix="lens_gemma4_check_") as store:
-            _write_reference(folder, cfg, Path(store), todo, dtype, attn, device, progress)
-            rows += _read_and_compare(folder, cfg, Path(store), todo, dtype, attn, device, progress)
+            runs = [_Run(prompt, Path(store) / str(i), cfg, attn, device) for i, prompt in enumerate(todo)]
+            _run_transformers(folder, runs, dtype, attn, device, progress)
+            rows += _run_ours(folder, runs, dtype, attn, device, progress)
     return rows
 
 
 def load_reference(
     folder: str | Path, dtype: torch.dtype, attn_implementation: str, device: str | torch.device = "cpu"
 ) -> Any:
-    """The checkpoint in transformers. The dtype is given at loading: a later cast would round the rotary frequencies."""
+    """The checkpoint in transformers.
+
+    The dtype is given at loading: a later cast would round the rotary frequencies.
+    """
     from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
 
     wrapper = HookedConfig.from_hf(folder).is_wrapper
-    kind = modeling.Gemma4UnifiedForConditionalGeneration if wrapper else modeling.Gemma4UnifiedForCausalLM
+    kind: Any = (
+        modeling.Gemma4UnifiedForConditionalGeneration if wrapper else modeling.Gemma4UnifiedForCausalLM
+    )
     model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval()
 
 
-def _write_reference(
-    folder: Path, cfg: HookedConfig, store: Path, todo: list[Prompt], dtype: Any, attn: str, device: Any, progress: bool
+def _run_transformers(
+    folder: Path, runs: list[_Run], dtype: torch.dtype, attn: str, device: Any, progress: bool
 ) -> None:
     model = load_reference(folder, dtype, attn, device)
-    for index, prompt in enumerate(tqdm(todo, desc=f"transformers, {attn}", disable=not progress)):
-        inputs = _to(prompt.inputs, device)
-        shown: set[str] = set()
-
-        def write(name: str, value: Tensor) -> None:
-            shown.add(name)
-            if prompt.wants(name):
-                save_file({"value": value.cpu()}, store / f"{index}.{name}.safetensors")
-
-        blind = run_reference(model, inputs, write)
-        save_file({"value": blind.cpu()}, store / f"{index}.blind.safetensors")
-        if missing := [name for name in shown_points(cfg, inputs, attn) if name not in shown]:
-            raise RuntimeError(
-                f"this transformers did not compute {missing[0]} (and {len(missing) - 1} more values) where it is looked "
-                "for: this comparison does not know the installed version"
-            )
+    for run in tqdm(runs, desc=f"transformers, {attn}", disable=not progress):
+        run.write_reference(model)
     del model
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _read_and_compare(
-    folder: Path, cfg: HookedConfig, store: Path, todo: list[Prompt], dtype: Any, attn: str, device: Any, progress: bool
+def _run_ours(
+    folder: Path, runs: list[_Run], dtype: torch.dtype, attn: Any, device: Any, progress: bool
 ) -> list[Difference]:
     from lens_gemma4.hooked_model import HookedModel
 
     model = HookedModel.from_pretrained(folder, dtype=dtype, attn_implementation=attn, device=device)
     rows: list[Difference] = []
-    for index, prompt in enumerate(tqdm(todo, desc=f"lens_gemma4, {attn}", disable=not progress)):
-        inputs = _to(prompt.inputs, device)
-        blind = load_file(store / f"{index}.blind.safetensors")["value"]
-
-        def compare_now(value: Tensor, hook: Any) -> None:
-            file = store / f"{index}.{hook.name}.safetensors"
-            theirs = load_file(file)["value"]
-            rows.append(compare(hook.name, value.detach().cpu(), theirs, blind, attn, prompt.label))
-            file.unlink()
-
-        wanted = [name for name in shown_points(cfg, inputs, attn) if prompt.wants(name)]
-        with torch.no_grad():
-            model.run_with_hooks(**inputs, fwd_hooks=[(name, compare_now) for name in wanted])
+    for run in tqdm(runs, desc=f"lens_gemma4, {attn}", disable=not progress):
+        rows += run.compare_with(model)
     return rows
 
 
-def _to(inputs: Inputs, device: Any) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in inputs.items()}
+@dataclass(frozen=True)
+class _Run:
+    """One prompt in both models, its values kept in a folder between."""
+
+    prompt: Prompt
+    store: Path
+    cfg: HookedConfig
+    attn: str
+    device: str | torch.device
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return {name: value.to(self.device) for name, value in self.prompt.inputs.items()}
+
+    def write_reference(self, hf_model: Any) -> None:
+        self.store.mkdir()
+        shown: set[str] = set()
+
+        def write(name: str, value: Tensor) -> None:
+            shown.add(name)
+            if self.prompt.wants(name):
+                self._write(name, value)
+
+        self._write("blind", run_reference(hf_model, self.inputs, write))
+        if missing := [
+            name for name in shown_points(self.cfg, self.prompt.inputs, self.attn) if name not in shown
+        ]:
+            raise RuntimeError(
+                f"this transformers did not compute {missing[0]} (and {len(missing) - 1} more values) where it is "
+                "looked for: this comparison does not know the installed version"
+            )
+
+    def compare_with(self, model: Any) -> list[Difference]:
+        blind = self._take("blind")
+        rows: list[Difference] = []
+
+        def compare_now(value: Tensor, hook: Any) -> None:
+            theirs = self._take(hook.name)
+            rows.append(compare(hook.name, value.detach().cpu(), theirs, blind, self.attn, self.prompt.label))
+
+        wanted = [
+            name for name in shown_points(self.cfg, self.prompt.inputs, self.attn) if self.prompt.wants(name)
+        ]
+        with torch.no_grad():
+            model.run_with_hooks(**self.inputs, fwd_hooks=[(name, compare_now) for name in wanted])
+        return rows
+
+    def _write(self, name: str, value: Tensor) -> None:
+        save_file({"value": value.cpu()}, self.store / f"{name}.safetensors")
+
+    def _take(self, name: str) -> Tensor:
+        """Read a value and free its place on the disk."""
+        file = self.store / f"{name}.safetensors"
+        value = load_file(file)["value"]
+        file.unlink()
+        return value
 
 
 # -- the command --------------------------------------------------------------------------------------
@@ -643,8 +713,9 @@ def verdict(rows: Sequence[Difference]) -> str:
     first = wrong[0]
     told = f" ({first.note})" if first.note else ""
     return (
-        f"DIFFERENT: {len(wrong):,} of {values:,} values in {prompts_run} runs. The first is {first.name}, {first.attn}, "
-        f"prompt {first.prompt!r}: {first.differing:,} of {first.size:,} numbers, by at most {first.largest:.6g}{told}."
+        f"DIFFERENT: {len(wrong):,} of {values:,} values in {prompts_run} runs. The first is {first.name}, "
+        f"{first.attn}, prompt {first.prompt!r}: {first.differing:,} of {first.size:,} numbers, by at most "
+        f"{first.largest:.6g}{told}."
     )
 
 
@@ -671,7 +742,9 @@ def run(
     implementations = [part.strip() for part in attn.split(",")]
     if unknown := set(implementations) - {"sdpa", "eager"}:
         raise ValueError(f"attn is {attn!r}: {sorted(unknown)[0]!r} is neither 'sdpa' nor 'eager'")
-    print(f"{folder}: lens_gemma4 beside transformers {transformers.__version__}, torch {torch.__version__}, {device}")
+    print(
+        f"{folder}: lens_gemma4 beside transformers {transformers.__version__}, torch {torch.__version__}, {device}"
+    )
     rows = check(
         folder,
         dtype=known[dtype] if dtype else None,

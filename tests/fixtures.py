@@ -21,8 +21,9 @@ from lens_gemma4.check import Part, build_inputs
 from lens_gemma4.config import HookedConfig
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+# Sizes by block alone are younger than 5.10, which would silently read its defaults.
 READS_PER_LAYER_CONFIG = VERSION >= (5, 15)
-DIALECTS = ("hub", "per_layer", "both")
+DIALECTS = ("hub", "per_layer", "both") if READS_PER_LAYER_CONFIG else ("hub", "both")
 
 # -- F ------------------------------------------------------------------------------------------------
 
@@ -132,11 +133,16 @@ def random_config(rng: random.Random, **fixed: Any) -> dict[str, Any]:
             "mm_posemb_size": rng.choice([9, 16]),
         }
     if audio:
-        config["audio_config"] = {"model_type": "gemma4_unified_audio", "audio_embed_dim": rng.choice([10, 22])}
+        config["audio_config"] = {
+            "model_type": "gemma4_unified_audio",
+            "audio_embed_dim": rng.choice([10, 22]),
+        }
     return config
 
 
-def _random_text(rng: random.Random, dialect: str, fixed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+def _random_text(
+    rng: random.Random, dialect: str, fixed: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
     """A text config without the full blocks' sizes, and these."""
     n_layers = fixed.pop("num_hidden_layers", rng.randint(2, 7))
     heads = rng.choice([2, 4, 6])
@@ -146,7 +152,9 @@ def _random_text(rng: random.Random, dialect: str, fixed: dict[str, Any]) -> tup
     sizes = {"head_dim": rng.choice([d_head, 16, 24, 32]), "num_key_value_heads": kv}
     if k_eq_v or dialect == "per_layer":  # the Hub's dialect has words for it on k=v blocks only
         sizes["num_key_value_heads"] = rng.choice(kv_choices)
-    layer_types = [rng.choice(["sliding_attention", "sliding_attention", "full_attention"]) for _ in range(n_layers - 1)]
+    layer_types = [
+        rng.choice(["sliding_attention", "sliding_attention", "full_attention"]) for _ in range(n_layers - 1)
+    ]
     layer_types.append("full_attention")
     shared = 0
     if rng.random() < 0.35 and n_layers > 2:
@@ -205,11 +213,6 @@ def dialect_of(config: dict[str, Any]) -> str:
     return "both" if "global_head_dim" in text else "per_layer"
 
 
-def loads_here(config: dict[str, Any]) -> bool:
-    """Whether the installed transformers reads this config: sizes by block alone are younger than 5.10."""
-    return READS_PER_LAYER_CONFIG or dialect_of(config) != "per_layer"
-
-
 # -- checkpoints --------------------------------------------------------------------------------------
 
 
@@ -256,9 +259,7 @@ def randomise(model: nn.Module, seed: int, scalars: tuple[float, ...] | None = N
     normal = functools.partial(torch.randn, generator=generator)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
-                weight.copy_(0.3 * normal(weight.shape))
-            elif "embed_tokens" in name or "lm_head" in name:
+            if name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
                 weight.copy_(0.3 * normal(weight.shape))
             elif "pos_embedding" in name:
                 weight.copy_(0.5 * normal(weight.shape))
@@ -276,7 +277,15 @@ def randomise(model: nn.Module, seed: int, scalars: tuple[float, ...] | None = N
 # -- random inputs ------------------------------------------------------------------------------------
 
 TEXT_KINDS = ("text", "one token", "batch", "left", "right", "positions")
-VISION_KINDS = ("short image", "long image", "two images", "adjacent images", "image batch", "video", "adjacent frames")
+VISION_KINDS = (
+    "short image",
+    "long image",
+    "two images",
+    "adjacent images",
+    "image batch",
+    "video",
+    "adjacent frames",
+)
 AUDIO_KINDS = ("audio", "audio batch")
 
 
@@ -298,7 +307,9 @@ def random_inputs(rng: random.Random, config: dict[str, Any], kind: str | None =
     cfg = HookedConfig.from_hf(copy.deepcopy(config))
     window = cfg.window_size
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    build = functools.partial(build_inputs, cfg=cfg, generator=generator, padding_side=rng.choice(["left", "right"]))
+    build = functools.partial(
+        build_inputs, cfg=cfg, generator=generator, padding_side=rng.choice(["left", "right"])
+    )
 
     def text(low: int = 1, high: int | None = None) -> Part:
         return ("text", rng.randint(low, high or 5 * window))
@@ -346,5 +357,7 @@ def random_inputs(rng: random.Random, config: dict[str, Any], kind: str | None =
         return build([[some(), ("audio", 5), some(), ("audio", 2)], [longer()], [("audio", 3)]])
     if kind == "everything":
         frames = [image(1, 2)[1], image(1, 2)[1]]
-        return build([[some(), image(), ("audio", 3), some(), ("video", frames)], [image(2), longer(), ("audio", 1)]])
+        return build(
+            [[some(), image(), ("audio", 3), some(), ("video", frames)], [image(2), longer(), ("audio", 1)]]
+        )
     raise ValueError(f"no inputs of kind {kind!r}; known are {input_kinds(config)}")
