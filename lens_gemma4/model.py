@@ -63,7 +63,10 @@ class RMSNorm(nn.Module):
     def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """The norm without hook points."""
         wide_x = wide(x)
-        return self._gain(wide_x * (wide_x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-0.5), x)
+        normalized = wide_x * wide_x.pow(2).mean(-1, keepdim=True).add_(self.eps).pow_(-0.5)
+        if self.weight is not None:
+            normalized.mul_(self.weight.to(normalized.dtype))
+        return normalized.to(x.dtype)
 
     def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """Everything before `hook_out`."""
@@ -72,12 +75,10 @@ class RMSNorm(nn.Module):
         wide_x = wide(x)
         mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
         scale, explicit = self.hook_scale.watch(mean_square.sqrt())
-        return self._gain(self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)), x)
-
-    def _gain(self, normalized: Tensor, like: Tensor) -> Tensor:
+        normalized = self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5))
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
-        return normalized.to(like.dtype)
+        return normalized.to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -136,7 +137,7 @@ def rotate(
     """Turn each head by its position's angle; pairs are (i, i + d_head / 2)."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos.unsqueeze(2)) + (turned * sin.unsqueeze(2))
+    return (x * cos.unsqueeze(2)).add_(turned.mul_(sin.unsqueeze(2)))
 
 
 # -- masks --------------------------------------------------------------------------------------------
@@ -151,6 +152,8 @@ class Mask:
     causal: bool
     visible: Bool[Tensor, "batch 1 pos kv_pos"] | None = None
     _additive: Tensor | None = None
+    _blind: Tensor | None = None
+    _has_blind: bool = False
 
     def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:
         """0 where visible, the dtype's lowest number elsewhere; None when nothing is hidden."""
@@ -169,11 +172,12 @@ class Mask:
         all_seen = torch.ones(1, 1, self.pos, self.pos, dtype=torch.bool, device=device)
         return all_seen.tril() if self.causal else all_seen
 
-    def blind(self, device: torch.device) -> Bool[Tensor, "rows 1 pos 1"] | None:
-        """Queries that see no key (only padding can do that), or None."""
-        if self.visible is None:
-            return None
-        return ~self.visible.any(-1, keepdim=True)
+    def blind(self) -> Bool[Tensor, "batch 1 pos 1"] | None:
+        """Queries that see no key, which only padding can do to them; None when there are none."""
+        if self._blind is None and self.visible is not None:
+            self._blind = ~self.visible.any(-1, keepdim=True)
+            self._has_blind = bool(self._blind.any())
+        return self._blind if self._has_blind else None
 
 
 def block_ids(types: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
@@ -378,10 +382,10 @@ class Attention(nn.Module):
         per_kv = self.cfg.heads_per_kv
         scores = torch.matmul(q, repeat_heads(k, per_kv).transpose(2, 3))
         if (additive := mask.additive(scores)) is not None:
-            scores = scores + additive
+            scores.add_(additive)
         scores, by_scores = self.hook_attn_scores.watch(scores)
         pattern = softmax(scores)
-        if not self.eager and (blind := mask.blind(q.device)) is not None:
+        if not self.eager and (blind := mask.blind()) is not None:
             pattern = pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
         pattern, by_pattern = self.hook_pattern.watch(pattern)
         if not (self.eager or by_scores or by_pattern):
@@ -593,7 +597,10 @@ class AudioEmbedder(nn.Module):
 
 def softcap(raw: Float[Tensor, "*axes d_vocab"], cap: float | None) -> Float[Tensor, "*axes d_vocab"]:
     """`cap * tanh(raw / cap)`, in the logits' own dtype."""
-    return raw if cap is None else torch.tanh(raw / cap) * cap
+    if cap is None:
+        return raw
+    squashed = torch.tanh_(raw / cap)  # these are the largest tensors of a run: one fresh one is enough
+    return squashed * cap if squashed.requires_grad else squashed.mul_(cap)
 
 
 # -- the network --------------------------------------------------------------------------------------
