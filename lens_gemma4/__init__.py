@@ -1,1 +1,25 @@
 """A TransformerLens-style HookedModel of Gemma 4 12B "unified", bit-identical to transformers."""
+
+from lens_gemma4 import utils
+from lens_gemma4.cache import ActivationCache
+from lens_gemma4.config import ConfigError, HookedConfig
+from lens_gemma4.errors import HookNameError, HookShapeError, Unavailable
+from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.hooks import HookedRootModule, HookPoint
+from lens_gemma4.loading import CheckpointError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationCache",
+    "CheckpointError",
+    "ConfigError",
+    "HookNameError",
+    "HookPoint",
+    "HookShapeError",
+    "HookedConfig",
+    "HookedModel",
+    "HookedRootModule",
+    "Unavailable",
+    "utils",
+]

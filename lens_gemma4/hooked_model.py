@@ -17,7 +17,7 @@ from torch import Tensor
 from lens_gemma4 import loading, names
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
-from lens_gemma4.errors import HookNameError
+from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.model import AttnImplementation, Gemma4, HookPoint, ImageMask, softcap
@@ -328,6 +328,10 @@ class HookedModel(TextInputs, Gemma4):
             "W_U": self.W_U,
         }
 
+    def input_to_embed(self, input: Any = None, **inputs: Any) -> Float[Tensor, "batch pos d_model"]:
+        """The stream entering block 0: embeddings with media features in place."""
+        return self.forward(input, stop_at_layer=0, **inputs)  # type: ignore[return-value]
+
     def loss_fn(
         self, logits: Tensor, tokens: Tensor | None, attention_mask: Tensor | None = None, per_token: bool = False
     ) -> Float[Tensor, ""] | Float[Tensor, "batch targets"]:
@@ -472,6 +476,26 @@ class HookedModel(TextInputs, Gemma4):
     def W_out(self) -> list[Tensor]:
         return [block.mlp.W_out for block in self.blocks]
 
+    def accumulated_bias(self, layer: int = -1, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
+        """Sum of the biases that reach the stream: zero, since this family has none. `[d_model]`"""
+        return torch.zeros(self.cfg.d_model, dtype=self.dtype, device=self.device)
+
+    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under TransformerLens's names and in its layout (`blocks.0.attn.W_Q`), as views."""
+        yield from (("embed.W_E", self.W_E), ("unembed.W_U", self.W_U))
+        for i, block in enumerate(self.blocks):
+            own = ("W_Q", "W_O") if block.cfg.lender is not None else ("W_Q", "W_K", "W_V", "W_O")
+            yield from ((f"blocks.{i}.attn.{name}", getattr(block.attn, name)) for name in own)
+            yield from ((f"blocks.{i}.mlp.{name}", getattr(block.mlp, name)) for name in ("W_gate", "W_in", "W_out"))
+
+    def tl_parameters(self) -> dict[str, Tensor]:
+        return dict(self.tl_named_parameters())
+
+    @property
+    def n_params_total(self) -> int:
+        """Numbers in all weights; tied ones once, layer scalars not counted."""
+        return sum(p.numel() for p in self.parameters())
+
     # -- sizes, under the standard names ----------------------------------------------------------------
 
     @property
@@ -533,6 +557,11 @@ class HookedModel(TextInputs, Gemma4):
             )
         return rows
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _NO_BIAS:
+            raise Unavailable(f"no {name}: this family has no biases in its blocks and no position matrix")
+        return super().__getattr__(name)
+
     def __repr__(self) -> str:
         return names.tree(self.cfg, f"{type(self).__name__}({self.cfg.model_name!r}, {self.dtype}, {self.device})")
 
@@ -551,6 +580,7 @@ class HookedModel(TextInputs, Gemma4):
         """Does nothing: hook `ln2.hook_out`, what the MLP reads."""
 
 
+_NO_BIAS = ("b_Q", "b_K", "b_V", "b_O", "b_in", "b_gate", "b_out", "b_U", "W_pos", "W_E_pos")
 _RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
 
 

@@ -340,3 +340,18 @@ def _runs(cfg: HookedConfig) -> list[tuple[int, int]]:
         else:
             runs.append((layer.index, layer.index))
     return runs
+
+
+def markdown(every: bool = False) -> str:
+    """The table as Markdown. Norms' `hook_scale` and `hook_normalized` and the video twins of the vision
+    points are left to a sentence unless `every` is asked for."""
+    lines = [
+        "| hook point | standard name | in transformers | axes | what it is |",
+        "|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        if every or not (row.media == "video" or row.name.endswith(("hook_scale", "hook_normalized"))):
+            standard = ", ".join(f"`{name}`" for name in row.standard)
+            hf = f"`{row.hf}`" if row.hf else ""
+            lines.append(f"| `{row.name}`{' *' if row.starred else ''} | {standard} | {hf} | {row.axes} | {row.meaning} |")
+    return "\n".join(lines)

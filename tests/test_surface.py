@@ -1,0 +1,127 @@
+"""What a TransformerLens user types exists here, or the README says why not."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from lens_gemma4 import HookedModel
+from lens_gemma4.hooks import HookedRootModule, HookPoint
+
+README = Path(__file__).parent.parent / "README.md"
+
+MODEL = {
+    "from_pretrained": ["name_or_path", "device", "dtype", "revision", "hf_model", "device_map"],
+    "forward": ["input", "return_type", "loss_per_token", "start_at_layer", "stop_at_layer"],
+    "run_with_cache": ["names_filter", "device", "remove_batch_dim", "incl_bwd", "pos_slice", "return_cache_object"],
+    "run_with_hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
+    "hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
+    "add_hook": ["name", "hook", "dir", "is_permanent", "level", "prepend"],
+    "add_perma_hook": ["name", "hook", "dir"],
+    "reset_hooks": ["clear_contexts", "direction", "including_permanent", "level"],
+    "remove_all_hook_fns": ["direction", "including_permanent", "level"],
+    "clear_contexts": [],
+    "list_hooks": [],
+    "hook_points": [],
+    "add_caching_hooks": ["names_filter", "incl_bwd", "device", "remove_batch_dim", "cache"],
+    "get_caching_hooks": ["names_filter", "incl_bwd", "device", "remove_batch_dim", "cache"],
+    "cache_all": ["cache"],
+    "cache_some": ["cache", "names"],
+    "to_tokens": ["prepend_bos", "padding_side", "truncate"],
+    "to_string": ["tokens"],
+    "to_str_tokens": ["prepend_bos"],
+    "to_single_token": ["string"],
+    "to_single_str_token": [],
+    "get_token_position": ["single_token", "input", "mode", "prepend_bos"],
+    "set_tokenizer": ["tokenizer"],
+    "input_to_embed": ["input"],
+    "loss_fn": ["logits", "tokens", "attention_mask", "per_token"],
+    "tokens_to_residual_directions": ["tokens"],
+    "accumulated_bias": ["layer", "mlp_input", "include_mlp_biases"],
+    "all_head_labels": [],
+    "set_use_attn_result": ["use_attn_result"],
+    "set_use_split_qkv_input": ["use_split_qkv_input"],
+    "set_use_attn_in": ["use_attn_in"],
+    "set_use_hook_mlp_in": ["use_hook_mlp_in"],
+    "state_dict": [],
+    "load_state_dict": [],
+    "tl_parameters": [],
+    "tl_named_parameters": [],
+    "to": [],
+    "cuda": [],
+    "cpu": [],
+    "train": [],
+    "eval": [],
+}
+PROPERTIES = ["W_E", "W_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out", "n_params_total"]
+POINT = {
+    "add_hook": ["hook", "dir", "is_permanent", "level", "prepend"],
+    "add_perma_hook": ["hook", "dir"],
+    "remove_hooks": ["dir", "including_permanent", "level"],
+    "has_hooks": ["dir", "including_permanent", "level"],
+    "clear_context": [],
+    "layer": [],
+}
+ROOT = {
+    "setup": [],
+    "check_and_add_hook": ["hook_point", "hook_point_name", "hook"],
+    "check_hooks_to_add": ["hook_point", "hook_point_name", "hook"],
+    "run_with_hooks": ["fwd_hooks"],
+    "hooks": ["fwd_hooks"],
+    "reset_hooks": [],
+}
+# Not here; the README's table gives the reason of each.
+ABSENT = [
+    "boot_transformers",
+    "from_pretrained_no_processing",
+    "enable_compatibility_mode",
+    "process_weights",
+    "fold_layer_norm",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "load_and_process_state_dict",
+    "set_ungroup_grouped_query_attention",
+    "get_residual",
+    "generate",
+    "generate_stream",
+    "hf_generate",
+    "prepare_multimodal_inputs",
+    "QK",
+    "OV",
+    "all_composition_scores",
+    "QK_for_attn_layers",
+    "OV_for_attn_layers",
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [(owner, name, parameters) for owner, table in ((HookedModel, MODEL), (HookPoint, POINT), (HookedRootModule, ROOT)) for name, parameters in table.items()],
+)
+def test_the_method_exists_with_these_parameters(owner, name, parameters):
+    have = list(inspect.signature(getattr(owner, name)).parameters)
+    assert set(parameters) <= set(have), f"{owner.__name__}.{name} takes {have}"
+
+
+def test_run_with_cache_documents_what_it_adds_to_the_generic_one():
+    assert "names_filter" in inspect.signature(HookedRootModule.run_and_store).parameters
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_the_weight_exists(tiny_model, name):
+    assert getattr(tiny_model, name) is not None
+
+
+@pytest.mark.parametrize("name", ["b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "W_pos", "W_E_pos", "b_U"])
+def test_what_the_family_lacks_says_so(tiny_model, name):
+    with pytest.raises(AttributeError, match="no biases in its blocks and no position matrix"):
+        getattr(tiny_model, name)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_an_absent_method_is_in_the_readme_with_its_reason(name):
+    assert not hasattr(HookedModel, name), f"{name} exists now: move it to MODEL"
+    rows = [line for line in README.read_text().splitlines() if line.startswith("|") and f"`{name}`" in line]
+    assert rows, f"README does not say why there is no {name}"
+    assert len(rows[0].split("|")[2].strip()) > 20, "a reason, not a dash"
