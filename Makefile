@@ -1,0 +1,49 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+OLDEST := .oldest/.installed
+# The lowest supported transformers, beside the newest that the environment holds.
+OLDEST_TRANSFORMERS := 5.10.1
+
+.PHONY: setup demo test test-slow test-oldest check bench gpu lint
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plots,media,dev]'
+	touch $@
+
+$(OLDEST): $(INSTALLED)
+	rm -rf .oldest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .oldest transformers==$(OLDEST_TRANSFORMERS)
+	touch $@
+
+demo: setup
+	$(BIN)/lens-gemma4 demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+	$(MAKE) test-oldest
+
+test-oldest: $(OLDEST)
+	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_check.py
+
+test-slow: $(OLDEST)
+	$(BIN)/python -m pytest -m slow
+	PYTHONPATH=.oldest $(BIN)/python -m pytest -m slow tests/test_parity.py
+
+check: setup
+	$(BIN)/lens-gemma4 check tiny
+
+bench: setup
+	$(BIN)/python benchmarks/forward.py
+	$(BIN)/python benchmarks/loading.py
+
+gpu: setup
+	$(BIN)/python benchmarks/gpu.py
