@@ -20,7 +20,7 @@ from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
-from lens_gemma4.model import AttnImplementation, Gemma4, HookPoint, ImageMask, softcap
+from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4, HookPoint, ImageMask, softcap
 from lens_gemma4.utils import Slice, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None
@@ -28,19 +28,6 @@ ReturnType = Literal["logits", "loss", "both"] | None
 # Keys a processor returns that the network does not need.
 IGNORED_KEYS = ("token_type_ids", "video_metadata")
 IGNORED_PREFIX = "num_soft_tokens_per_"
-TENSOR_KEYS = (
-    "attention_mask",
-    "position_ids",
-    "mm_token_type_ids",
-    "pixel_values",
-    "image_position_ids",
-    "pixel_values_videos",
-    "video_position_ids",
-    "num_frames_per_video",
-    "input_features",
-    "input_features_mask",
-    "inputs_embeds",
-)
 
 
 class Output(NamedTuple):
@@ -604,9 +591,7 @@ def _folder_or_none(name_or_path: str | Path | None, hub: dict[str, Any]) -> Pat
 def _is_text(value: Any) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, (str, dict, list)) for item in value) and any(
-        isinstance(item, (str, dict)) for item in value
-    )
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, str) for item in value)
 
 
 def _ids(value: Any) -> Tensor:
@@ -638,10 +623,10 @@ def _known(inputs: dict[str, Any]) -> dict[str, Any]:
     """Keywords the network takes, without those a processor adds for others."""
     known = {}
     for key, value in inputs.items():
-        if key in TENSOR_KEYS:
+        if key in INPUT_KEYS:
             known[key] = value
         elif not (key in IGNORED_KEYS or key.startswith(IGNORED_PREFIX)):
-            close = difflib.get_close_matches(key, TENSOR_KEYS, n=1)
+            close = difflib.get_close_matches(key, INPUT_KEYS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"unknown keyword {key!r}{hint}")
     return known

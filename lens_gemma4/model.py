@@ -30,6 +30,21 @@ from lens_gemma4.hooks import HookedRootModule, HookPoint
 
 AttnImplementation = Literal["sdpa", "eager"]
 ImageMask = Literal["transformers", "windowed"]
+# What a prepared call is made of; a transformers processor returns them under these names.
+INPUT_KEYS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "mm_token_type_ids",
+    "pixel_values",
+    "image_position_ids",
+    "pixel_values_videos",
+    "video_position_ids",
+    "num_frames_per_video",
+    "input_features",
+    "input_features_mask",
+)
 LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
 
 
