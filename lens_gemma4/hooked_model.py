@@ -116,12 +116,6 @@ class HookedModel(TextInputs, Gemma4):
         if name_or_path is None and hf_model is None:
             raise ValueError('give a Hub id, a folder or "tiny"')
         dtype = _dtype(dtype)
-        if dtype == torch.float16:
-            warnings.warn(
-                "float16 overflows in this family (patch embedding, MLP product): values may be infinite or NaN; "
-                "bfloat16 or float32 do not. check_finite=True names the first point that is not finite.",
-                stacklevel=2,
-            )
         hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         if hf_model is not None:
             folder = _folder_or_none(name_or_path, hub)
@@ -136,6 +130,12 @@ class HookedModel(TextInputs, Gemma4):
         else:
             loading.read_checkpoint(folder, cfg, model, dtype=dtype, device=device)
         model.match_dtype()
+        if model.dtype == torch.float16:
+            warnings.warn(
+                "float16 overflows in this family (patch embedding, MLP product): values may be infinite or NaN; "
+                "bfloat16 or float32 do not. check_finite=True names the first point that is not finite.",
+                stacklevel=2,
+            )
         return model
 
     def save_pretrained(self, folder: str | Path, max_shard_size: str | int = "5GB") -> None:
