@@ -181,7 +181,16 @@ _SHORT = {
     "": ["resid_pre", "resid_mid", "resid_post", "resid_sum", "attn_out", "mlp_out"],
 }
 SHORT = {word: f"{place}.hook_{word}".lstrip(".") for place, words in _SHORT.items() for word in words}
-SHORT |= {"attn": "attn.hook_pattern", "attn_logits": "attn.hook_attn_scores"}
+# Its older words for the same.
+_WORDS = {
+    "attn": "pattern",
+    "attn_logits": "attn_scores",
+    "key": "k",
+    "query": "q",
+    "value": "v",
+    "mlp_pre": "pre",
+    "mlp_post": "post",
+}
 _PLACES = {"a": "attn", "attn": "attn", "m": "mlp", "mlp": "mlp", "b": "", "block": "", "blocks": ""}
 _ROOT_WORDS = ("tokens", "embed", "logits", "logits_raw")
 _INDEX = re.compile(r"^(blocks|layers)\.(-?\d+)\.")
@@ -204,6 +213,7 @@ def get_act_name(name: str, layer: int | str | None = None, layer_type: str | No
         return name
     if layer is None and (found := re.fullmatch(r"([a-z_]+?)(\d+)([a-z_0-9]*)", name)):
         name, layer, layer_type = found[1], int(found[2]), found[3] or layer_type
+    name = _WORDS.get(name, name)
     if layer is None:
         if name in ("scale", "normalized"):
             return f"ln_final.hook_{name}"
@@ -241,6 +251,17 @@ def canonical(name: str, n_layers: int | None = None) -> str:
     return template.replace("{i}", str(index))
 
 
+def aliases(name: str) -> list[str]:
+    """A hook point's standard names.
+
+    >>> aliases("blocks.2.attn.hook_pattern")
+    ['layers.2.self_attn.attention_probabilities']
+    """
+    template, index = split(name)
+    row = BY_NAME.get(template)
+    return [alias.replace("{i}", str(index)) for alias in row.standard] if row else []
+
+
 def row_of(name: str) -> Row | None:
     """The table's row of a hook point, by either vocabulary."""
     return BY_NAME.get(split(canonical(name))[0])
@@ -261,7 +282,7 @@ def absent(row: Row, cfg: HookedConfig, layer: LayerConfig | None = None) -> str
 
 
 def points(cfg: HookedConfig) -> Iterator[tuple[str, Row]]:
-    """Every hook point this checkpoint has, in the order they fire, with its row."""
+    """Every hook point this checkpoint has, in the table's order, with its row."""
     for row in (r for r in ROWS if not (r.in_block or r.ends)):
         if absent(row, cfg) is None:
             yield row.name, row
