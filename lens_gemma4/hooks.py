@@ -68,9 +68,9 @@ class HookPoint(nn.Module):
         because it was edited or because a gradient is asked for."""
         if not self.live:
             return value, False
-        shown, replaced = self._run(value)
-        # Compared by content: writes through numpy or `.data` leave no version behind.
-        return shown, replaced or bool(self.bwd_hooks) or not (shown is value or torch.equal(shown, value))
+        shown, edited = self._run(value)
+        # Compared by content as well: writes through numpy or `.data` leave no trace on the tensor.
+        return shown, edited or bool(self.bwd_hooks) or not (shown is value or _same(shown, value))
 
     def layer(self) -> int:
         """Number of the block this point is in.
@@ -148,22 +148,28 @@ class HookPoint(nn.Module):
         self.live = bool(self.fwd_hooks or self.bwd_hooks)
 
     def _run(self, value: Tensor) -> tuple[Tensor, bool]:
-        """The value after every listener, and whether one returned another tensor."""
-        private = replaced = False
+        """The value after every listener, and whether one returned a tensor or wrote into its own.
+
+        Each gets a copy of its own, so what one keeps is never changed by the next.
+        """
+        edited = False
         for handle in tuple(self.fwd_hooks):
             handle.reached += 1
             if handle.reads_only:
                 handle.fn(value, hook=handle.asked)
-                private = False
                 continue
-            given = value if private else value.clone()
+            given = value.clone()
+            version = _version(given)
             returned = handle.fn(given, hook=handle.asked)
             if returned is None or returned is given:
-                value, private = given, True
+                self._check(given, value, handle)  # `resize_`, `.data = ...`
+                value, edited = given, edited or _version(given) != version
             else:
                 self._check(returned, value, handle)
-                value, private, replaced = returned, False, True
-        return (self._listen_backward(value) if self.bwd_hooks else value), replaced
+                # Laid out as the network's own values: products of unlike strides round unlike. And copied: the
+                # function may hand out one buffer again and again.
+                value, edited = returned.clone(memory_format=torch.contiguous_format), True
+        return (self._listen_backward(value) if self.bwd_hooks else value), edited
 
     def _listen_backward(self, value: Tensor) -> Tensor:
         """Register the backward functions on a node of this point's own."""
@@ -225,10 +231,22 @@ class NamedPoint:
         return self.point.layer()
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("point", "name") or attribute.startswith("__"):  # not there yet while being copied
+            raise AttributeError(attribute)
         return getattr(self.point, attribute)
 
     def __repr__(self) -> str:
         return f"NamedPoint({self.name!r} -> {self.point.name!r})"
+
+
+def _version(value: Tensor) -> int:
+    """Grows with every write that autograd knows of; a content left equal counts too (a mask of ones)."""
+    return 0 if value.is_inference() else value._version
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN for NaN."""
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _stays(handle: Handle, including_permanent: bool, level: int | None) -> bool:
@@ -268,9 +286,9 @@ class Store:
 class HookedRootModule(nn.Module):
     """A module whose hook points are found by their module path.
 
-    Call `setup()` at the end of `__init__`. Subclasses may override `canonical_name` (other spellings),
-    `unknown_name` (the message), `why_silent` (why a point did not fire) and `uncached` (points too
-    large to cache unasked).
+    Call `setup()` at the end of `__init__`. Subclasses may override `canonical_name`, `aliases` and `short_form`
+    (other spellings), `unknown_name` (the message), `why_silent` (why a point did not fire) and `uncached`
+    (points too large to cache unasked).
     """
 
     def setup(self) -> None:
@@ -294,6 +312,14 @@ class HookedRootModule(nn.Module):
 
     def canonical_name(self, name: str) -> str:
         return name
+
+    def aliases(self, name: str) -> Sequence[str]:
+        """Other names of a point, for patterns."""
+        return ()
+
+    def short_form(self, words: tuple[Any, ...]) -> str:
+        """The name meant by a tuple like ("resid_post", 5)."""
+        raise TypeError(f"{words!r} is no name of a hook point")
 
     def unknown_name(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.hook_dict, n=1)
@@ -324,36 +350,56 @@ class HookedRootModule(nn.Module):
     def matches(self, names: NameFilter) -> dict[str, tuple[HookPoint, bool]]:
         """The points of a filter: name as asked -> (point, whether it was named literally).
 
-        A filter is a name, a list of filters, a glob ("blocks.*.hook_resid_post"), a compiled regular
-        expression, a function of our name, or None for every point but those too large to cache unasked.
+        A filter is a name, a hook point, a short form ("resid_post", 5), a list of filters, a glob
+        ("blocks.*.hook_resid_post"), a compiled regular expression, a function of our name, or None for every
+        point but those too large to cache unasked. A pattern that matches none of our names is tried on the
+        other vocabulary's. A point that several filters of a list match is there once.
 
         Raises:
-            HookNameError: a literal name that does not exist, or a pattern that matches nothing.
+            HookNameError: a literal name that does not exist, or a pattern or list that matches nothing.
         """
         if names is None:
             return {name: (point, False) for name, point in self.hook_dict.items() if not self.uncached(name)}
         if isinstance(names, str):
             return self._matches_text(names)
+        if isinstance(names, HookPoint):
+            if self.hook_dict.get(names.name or "") is not names:
+                raise HookNameError(f"the hook point {names.name!r} that was given is not one of this model's.")
+            return {names.name: (names, True)}  # type: ignore[dict-item]
         if isinstance(names, re.Pattern) or callable(names):
-            test = names.search if isinstance(names, re.Pattern) else names
-            found = {n: (p, False) for n, p in self.hook_dict.items() if test(n)}
-            if not found:
-                raise HookNameError(f"the filter {names!r} matches none of the {len(self.hook_dict)} hook points.")
-            return found
+            if isinstance(names, re.Pattern):
+                return self._matching(names.search, repr(names))
+            return self._matching(names, repr(names), also_aliases=False)
         if not isinstance(names, Iterable):
             raise TypeError(f"names_filter is a {type(names).__name__}; use a name, a list, a pattern or a function")
+        if isinstance(names, tuple) and len(names) > 1 and isinstance(names[1], int):
+            return self._matches_text(self.short_form(names))
+        return self._matches_any(names)
+
+    def _matches_any(self, filters: Iterable[NameFilter]) -> dict[str, tuple[HookPoint, bool]]:
         merged: dict[str, tuple[HookPoint, bool]] = {}
-        for one in names:
-            merged |= self.matches(one)
+        spelt: dict[HookPoint, str] = {}
+        for one in filters:
+            for asked, (point, literal) in self.matches(one).items():
+                name = spelt.setdefault(point, asked)
+                merged[name] = (point, literal or (name in merged and merged[name][1]))
+        if not merged:
+            raise HookNameError("the filter is an empty list, which matches no hook point; None means every one.")
         return merged
 
     def _matches_text(self, name: str) -> dict[str, tuple[HookPoint, bool]]:
         if not any(c in name for c in "*?["):
             return {name: (self.hook_point(name), True)}
-        pattern = self.canonical_name(name)
-        found = {n: (p, False) for n, p in self.hook_dict.items() if fnmatch.fnmatchcase(n, pattern)}
+        return self._matching(re.compile(fnmatch.translate(self.canonical_name(name))).match, repr(name))
+
+    def _matching(
+        self, test: Callable[[str], Any], described: str, also_aliases: bool = True
+    ) -> dict[str, tuple[HookPoint, bool]]:
+        found = {name: (point, False) for name, point in self.hook_dict.items() if test(name)}
+        if not found and also_aliases:
+            found = {n: (p, False) for n, p in self.hook_dict.items() if any(map(test, self.aliases(n)))}
         if not found:
-            raise HookNameError(f"the pattern {name!r} matches none of the {len(self.hook_dict)} hook points.")
+            raise HookNameError(f"the filter {described} matches none of the {len(self.hook_dict)} hook points.")
         return found
 
     # -- adding and removing ----------------------------------------------------------------------
@@ -511,14 +557,20 @@ class HookedRootModule(nn.Module):
 
     def _awaiting(self, added: list[tuple[HookPoint, Handle, bool]], *args: Any, **kwargs: Any) -> Any:
         """Call the model; literally named points must fire in it."""
-        outer = self._awaited
-        self._awaited = outer + [(p, h) for p, h, literal in added if literal]
+        awaited = [(point, handle) for point, handle, literal in added if literal]
+        outer, self._awaited = self._awaited, awaited
         try:
             out = self(*args, **kwargs)
-            self._check_fired(self._awaited)
+            self._check_fired(awaited)
             return out
         finally:
             self._awaited = outer
+
+    def take_awaited(self) -> list[tuple[HookPoint, Handle]]:
+        """Points that must fire in the forward pass that now begins, for it to check before it computes; a pass
+        that a hook starts inside it awaits nothing of theirs."""
+        taken, self._awaited = self._awaited, []
+        return taken
 
     def get_caching_hooks(
         self,
@@ -578,12 +630,8 @@ class HookedRootModule(nn.Module):
         stored: dict[str, Tensor] = {}
         store = Store(stored, device, remove_batch_dim, pos_slice)
         added: list[tuple[HookPoint, Handle, bool]] = []
-        seen: set[int] = set()  # two spellings of one value are kept once
         try:
             for asked, (point, literal) in self.matches(names_filter).items():
-                if id(point) in seen:
-                    continue
-                seen.add(id(point))
                 added.append((point, point.add_hook(store.saver(point), name=asked, reads_only=True), literal))
                 if incl_bwd and not _is_integer(point):
                     grad = point.add_hook(store.saver(point, "_grad"), "bwd", name=asked)
