@@ -399,6 +399,8 @@ class Attention(nn.Module):
         if (additive := mask.additive(scores)) is not None:
             scores.add_(additive)
         scores, by_scores = self.hook_attn_scores.watch(scores)
+        if by_scores:  # a scaled mask is -inf, and a query that sees no key would be NaN
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
         pattern = softmax(scores)
         if not self.eager and (blind := mask.blind()) is not None:
             pattern = pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
@@ -621,6 +623,16 @@ def softcap(raw: Float[Tensor, "*axes d_vocab"], cap: float | None) -> Float[Ten
 # -- the network --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Call:
+    """Which part of the network a call runs, and what it was given."""
+
+    start: int
+    stop: int
+    stop_at_layer: int | None
+    given: frozenset[str]
+
+
 class Gemma4(HookedRootModule):
     """The network. Weights are unset until a loader fills them; see `HookedModel.from_pretrained`."""
 
@@ -646,6 +658,7 @@ class Gemma4(HookedRootModule):
             self.w_u = empty(cfg.d_vocab, cfg.d_model)
         self.hook_logits_raw, self.hook_logits = HookPoint(), HookPoint()
         self._frequencies: dict[Any, Tensor] = {}
+        self._call: Call | None = None  # the latest, for messages
         self._skipped: dict[int, Tensor | None] = {}  # blocks left out, and the stream put in their place
         self.set_attn_implementation(attn_implementation)
         self.setup()
@@ -713,15 +726,18 @@ class Gemma4(HookedRootModule):
             "audio": _frames(input_features, input_features_mask),
         }
         start, stop = self._range(start_at_layer, stop_at_layer, resid)
-        for point, handle in self._awaited:
-            if reason := self._unreachable(point.name or "", (start, stop), resid, stop_at_layer, media, inputs_embeds):
+        given = {"resid": resid, "inputs_embeds": inputs_embeds, **media}
+        self._call = Call(start, stop, stop_at_layer, frozenset(k for k, v in given.items() if v is not None))
+        for point, handle in self.take_awaited():
+            if reason := self._unreachable(point.name or ""):
                 raise HookNameError(f"{handle.asked.name!r} cannot fire in this call: {reason}.")
         if resid is None:
             input_ids, stream = self._embed(input_ids, inputs_embeds)
             types = self._types(input_ids, mm_token_type_ids, media, stream)
             stream = self._scatter(stream, input_ids, types, media)
         else:
-            stream, types = resid, self._types(input_ids, mm_token_type_ids, media, resid)
+            stream = self._outer_stream("the stream", resid)
+            types = self._types(input_ids, mm_token_type_ids, media, resid)
         batch, pos, _ = stream.shape
         padding = _padding(attention_mask, batch, pos)
         masks = attention_masks(self.cfg, batch, pos, stream.device, padding, types, self.image_mask)
@@ -734,30 +750,30 @@ class Gemma4(HookedRootModule):
             else:
                 stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
         if stop_at_layer is not None:
-            return stream
+            return stream.clone()  # the caller's to change; a cache may hold the stream itself
         stream = self.ln_final(stream)
         return self.unembed(stream) if with_logits else stream
 
     def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
         """The head and its softcap, in the logits' own dtype."""
         raw = self.hook_logits_raw(F.linear(x, self.unembedding))
-        return self.hook_logits(softcap(raw, self.cfg.output_logits_soft_cap))
+        logits = self.hook_logits(softcap(raw, self.cfg.output_logits_soft_cap))
+        # The caller may change what is returned; a listener may have kept it.
+        return logits.clone() if self.hook_logits.live or self.hook_logits_raw.live else logits
 
     # -- from inputs to the first stream ----------------------------------------------------------------
 
     def _embed(self, ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Ids as run and their embeddings; placeholders are embedded as the pad token."""
         if embeds is not None:
-            if embeds.ndim != 3 or embeds.shape[-1] != self.cfg.d_model:
-                raise ValueError(f"inputs_embeds is {list(embeds.shape)}; needed is [batch pos {self.cfg.d_model}]")
-            return ids, self.hook_embed(embeds)
+            return ids, self.hook_embed(self._outer_stream("inputs_embeds", embeds))
         if ids is None:
             raise ValueError("nothing to run: give input_ids, inputs_embeds, or a stream with start_at_layer")
         if ids.ndim != 2 or ids.is_floating_point():
             raise ValueError(f"input_ids is {ids.dtype} {list(ids.shape)}; needed are whole numbers [batch pos]")
         if not ids.numel():
             raise ValueError(f"input_ids is {list(ids.shape)}: there is no token to run")
-        ids = self.hook_tokens(ids)
+        ids = self.hook_tokens(ids.clone())  # a copy: the caller may reuse theirs, and a cache keeps this one
         words = ids
         if self.cfg.is_wrapper:
             placeholder = sum((ids == token) for token in self._placeholders().values()).bool()  # type: ignore[union-attr]
@@ -767,6 +783,14 @@ class Gemma4(HookedRootModule):
             bad = low if low < 0 else high
             raise ValueError(f"input_ids holds {bad.item()}; this vocabulary has 0 to {self.cfg.d_vocab - 1}")
         return ids, self.hook_embed(F.embedding(words, self.w_e) * self.cfg.embed_scale)
+
+    def _outer_stream(self, name: str, stream: Tensor) -> Float[Tensor, "batch pos d_model"]:
+        """A stream from outside, checked and copied: the caller may change theirs, and a cache keeps this one."""
+        if stream.ndim != 3 or stream.shape[-1] != self.cfg.d_model or stream.dtype != self.dtype:
+            raise ValueError(
+                f"{name} is {stream.dtype} {list(stream.shape)}; needed is {self.dtype} [batch pos {self.cfg.d_model}]"
+            )
+        return stream.clone()
 
     def _placeholders(self) -> dict[str, int | None]:
         return {
@@ -871,24 +895,26 @@ class Gemma4(HookedRootModule):
                 )
         return begin, end
 
-    def _unreachable(
-        self, name: str, ran: tuple[int, int], resid: Any, stop: int | None, media: Mapping[str, Any], embeds: Any
-    ) -> str | None:
-        """Why a point cannot fire in a call, known before anything is computed; None when it can."""
-        head = name.split(".")[0]
+    def _unreachable(self, name: str) -> str | None:
+        """Why a point cannot fire in the call at hand, known before anything is computed; None when it can."""
+        call, head = self._call, name.split(".")[0]
+        if call is None:
+            return None
         if head == "blocks":
             index = int(name.split(".")[1])
-            if not ran[0] <= index < ran[1]:
-                return f"it is in block {index}, and this call runs blocks {ran[0]} to {ran[1] - 1}"
+            if not call.start <= index < call.stop:
+                ran = f"blocks {call.start} to {call.stop - 1}" if call.start < call.stop else "no block"
+                return f"it is in block {index}, and this call runs {ran}"
             if index in self._skipped:
                 return f"block {index} is skipped"
         elif head in ("ln_final", "hook_logits_raw", "hook_logits"):
-            return None if stop is None else f"stop_at_layer={stop} ends before the final norm and the head"
-        elif resid is not None:
+            if call.stop_at_layer is not None:
+                return f"stop_at_layer={call.stop_at_layer} ends before the final norm and the head"
+        elif "resid" in call.given:
             return "start_at_layer runs on a given stream, which comes after it"
-        elif head in media and media[head] is None:
+        elif head in _MEDIUM and head not in call.given:
             return f"no {_MEDIUM[head]} was given"
-        elif head == "hook_tokens" and embeds is not None:
+        elif head == "hook_tokens" and "inputs_embeds" in call.given:
             return "inputs_embeds were given, so no ids are embedded"
         return None
 
@@ -897,8 +923,17 @@ class Gemma4(HookedRootModule):
     def canonical_name(self, name: str) -> str:
         return names.canonical(name, self.cfg.n_layers)
 
+    def aliases(self, name: str) -> list[str]:
+        return names.aliases(name)
+
+    def short_form(self, words: tuple[Any, ...]) -> str:
+        return names.get_act_name(*words)
+
     def unknown_name(self, name: str) -> str:
         return names.unknown(name, self.hook_dict, self.cfg)
+
+    def why_silent(self, name: str) -> str:
+        return self._unreachable(self.hook_point(name).name or "") or super().why_silent(name)
 
     def uncached(self, name: str) -> bool:
         return name.endswith(".hook_result")
