@@ -22,7 +22,8 @@ from lens_gemma4.errors import HookNameError, HookShapeError
 
 HookFn = Callable[..., Any]
 Direction = Literal["fwd", "bwd", "both"]
-NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
+# A list may hold any of them; ("resid_post", 5) is a short form.
+NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence[Any] | None
 
 
 @dataclass(eq=False)
