@@ -87,6 +87,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "standardize": (False, None),
 }
 PER_LAYER_FIELDS = ("head_dim", "num_key_value_heads")
+# Parts of a wrapper and the model_type each must have: another family's would be read with wrong meaning.
+PARTS = {
+    "text_config": "gemma4_unified_text",
+    "vision_config": "gemma4_unified_vision",
+    "audio_config": "gemma4_unified_audio",
+}
 
 
 class ConfigError(ValueError):
@@ -234,15 +240,16 @@ class HookedConfig:
                 f"model_type is {model_type!r}; this package computes {' and '.join(map(repr, MODEL_TYPES))} only"
             )
         wrapper = model_type == "gemma4_unified"
-        given = raw.get("text_config") if wrapper else raw
-        if given is None:
-            raise ConfigError("a gemma4_unified config.json needs a text_config; this one has none")
+        given = _parts(raw)["text_config"] if wrapper else raw
         _refuse_unknown_computation(raw, "")
         _refuse_unknown_computation(given, "text_config." if wrapper else "")
         text = {**TEXT_DEFAULTS, **given}
         layers = _layers(text)
         tokens = {**TOKEN_DEFAULTS, **raw} if wrapper else {}
+        # In a wrapper the top level decides, whatever text_config says.
         tied = raw.get("tie_word_embeddings", True) if wrapper else text["tie_word_embeddings"]
+        if not isinstance(tied, bool):
+            raise ConfigError(f"tie_word_embeddings is {tied!r}; it must be true or false")
         eos = text["eos_token_id"]
         return cls(
             model_type=model_type,
@@ -258,7 +265,7 @@ class HookedConfig:
             window_size=text["sliding_window"],
             output_logits_soft_cap=text["final_logit_softcapping"],
             bidirectional=text["use_bidirectional_attention"],
-            tied=bool(tied),
+            tied=tied,
             layers=layers,
             pad_token_id=text["pad_token_id"],
             bos_token_id=text["bos_token_id"],
@@ -283,16 +290,18 @@ class HookedConfig:
             str(layer.index): {"head_dim": layer.d_head, "num_key_value_heads": layer.n_key_value_heads}
             for layer in self.layers
             if (layer.d_head, layer.n_key_value_heads) != (self.d_head, self.n_key_value_heads)
-        }
+        }  # empty where all are alike, which must be said too: without it transformers makes full heads 512 wide
         text["per_layer_config"] = overrides
         full = self.layers[-1]
         for name in ("global_head_dim", "num_global_key_value_heads"):
             text.pop(name, None)
         # The Hub's dialect has no words for full blocks with their own key/value heads unless keys are values.
-        if self.layers[-1].k_eq_v or full.n_key_value_heads == self.n_key_value_heads:
+        if full.k_eq_v or full.n_key_value_heads == self.n_key_value_heads:
             text["global_head_dim"] = full.d_head
             text["num_global_key_value_heads"] = full.n_key_value_heads
         text["layer_types"] = [f"{layer.kind}_attention" for layer in self.layers]
+        if self.vision is not None:  # transformers would take its own default of 3840
+            raw["vision_config"]["output_proj_dims"] = self.vision.d_vision
         return raw
 
 
@@ -309,7 +318,29 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw, path.resolve().parent.name
+    return raw, _folder_name(path.absolute().parent)
+
+
+def _folder_name(folder: Path) -> str:
+    """The folder's name; in huggingface_hub's cache (`models--owner--name/snapshots/<commit>`) the model's."""
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+        return folder.parents[1].name.split("--")[-1]
+    return folder.name or "gemma4"
+
+
+def _parts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The wrapper, after a look at what its parts say they are."""
+    if raw.get("text_config") is None:
+        raise ConfigError("a gemma4_unified config.json needs a text_config; this one has none")
+    for name, model_type in PARTS.items():
+        part = raw.get(name)
+        if part is not None and not isinstance(part, Mapping):
+            raise ConfigError(f"{name} is a {type(part).__name__}, not an object")
+        if part is not None and part.get("model_type", model_type) != model_type:
+            raise ConfigError(
+                f"{name} is of model_type {part['model_type']!r}; computed is {model_type!r} only"
+            )
+    return raw
 
 
 def _refuse_unknown_computation(given: Mapping[str, Any], prefix: str) -> None:
@@ -325,10 +356,10 @@ def _layers(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     n_layers = _positive(text, "num_hidden_layers")
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "sliding_window"):
         _positive(text, name)
-    if text["use_bidirectional_attention"] not in (None, "vision", "all"):
-        raise ConfigError(
-            f"use_bidirectional_attention is {text['use_bidirectional_attention']!r}; known are null, 'vision' and 'all'"
-        )
+    _above_zero(text, "rms_norm_eps")
+    if text["final_logit_softcapping"] is not None:
+        _above_zero(text, "final_logit_softcapping")
+    _direction(text)
     kinds = _kinds(text, n_layers)
     sizes = _block_sizes(text, kinds)
     rotary = {kind: _rotary(text, kind) for kind in sorted(set(kinds))}
@@ -364,6 +395,22 @@ def _positive(text: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _above_zero(given: Mapping[str, Any], name: str) -> float:
+    value = given[name]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _direction(text: Mapping[str, Any]) -> None:
+    """Which way tokens see: transformers also keeps it as `is_causal`, which decides if a file holds it."""
+    way, causal = text["use_bidirectional_attention"], text.get("is_causal")
+    if way not in (None, "vision", "all"):
+        raise ConfigError(f"use_bidirectional_attention is {way!r}; known are null, 'vision' and 'all'")
+    if causal is not None and causal is not (way != "all"):
+        raise ConfigError(f"is_causal is {causal!r}, but use_bidirectional_attention {way!r} says otherwise: remove one")
+
+
 def _kinds(text: Mapping[str, Any], n_layers: int) -> list[Literal["sliding", "full"]]:
     """Block types; missing ones mean five sliding, one full. The last block is always full."""
     types = text["layer_types"]
@@ -383,34 +430,46 @@ def _block_sizes(text: Mapping[str, Any], kinds: list[Literal["sliding", "full"]
     usual = {name: _positive(text, name) for name in PER_LAYER_FIELDS}
     hub = dict(usual, head_dim=text.get("global_head_dim", 512) or usual["head_dim"])
     if text["attention_k_eq_v"] and text.get("num_global_key_value_heads") is not None:
-        hub["num_key_value_heads"] = text["num_global_key_value_heads"]
-    by_hub = [hub if kind == "full" else usual for kind in kinds]
-    overrides = text.get("per_layer_config")
-    if overrides is None:
-        return by_hub
-    sizes = [dict(usual) for _ in kinds]
-    for key, entry in overrides.items():
-        if not (str(key).isdigit() and int(key) < len(kinds)):
-            raise ConfigError(f"per_layer_config has key {key!r}; blocks are 0 to {len(kinds) - 1}")
-        if unknown := sorted(set(entry) - set(PER_LAYER_FIELDS)):
-            raise ConfigError(f"per_layer_config[{key!r}] overrides {unknown}; only {list(PER_LAYER_FIELDS)} may differ")
-        sizes[int(key)].update(entry)
+        hub["num_key_value_heads"] = _positive(text, "num_global_key_value_heads")
+    if "per_layer_config" not in text:
+        return [hub if kind == "full" else usual for kind in kinds]
+    overrides = _overrides(text["per_layer_config"], len(kinds))
+    sizes = [usual | overrides.get(index, {}) for index in range(len(kinds))]
     for kind in ("sliding", "full"):
         of_kind = [size for size, k in zip(sizes, kinds, strict=True) if k == kind]
         if any(size != of_kind[0] for size in of_kind):
             raise ConfigError(f"per_layer_config gives {kind} blocks unlike sizes; blocks of one type share theirs")
-    stated = [name for name in ("global_head_dim", "num_global_key_value_heads") if text.get(name) is not None]
-    if stated and sizes != by_hub:
-        raise ConfigError(
-            f"per_layer_config says full blocks have {sizes[-1]}, but {' and '.join(stated)} say {by_hub[-1]}: "
-            "remove the wrong one from config.json"
-        )
+    for name, hub_name in (("head_dim", "global_head_dim"), ("num_key_value_heads", "num_global_key_value_heads")):
+        if text.get(hub_name) is not None and sizes[-1][name] != hub[name]:
+            raise ConfigError(
+                f"per_layer_config gives full blocks a {name} of {sizes[-1][name]}, but {hub_name} is {text[hub_name]}, "
+                f"which means {hub[name]}: remove the wrong one from config.json"
+            )
     return sizes
 
 
+def _overrides(given: Any, n_layers: int) -> dict[int, dict[str, int]]:
+    """`per_layer_config` by block; null and {} both say that all blocks are alike."""
+    if not isinstance(given or {}, Mapping):
+        raise ConfigError(f"per_layer_config is a {type(given).__name__}, not an object")
+    overrides: dict[int, dict[str, int]] = {}
+    for key, entry in (given or {}).items():
+        # Keys are padded with zeros: "05" beside "47".
+        if not (str(key).isdecimal() and int(key) < n_layers):
+            raise ConfigError(f"per_layer_config has key {key!r}; blocks are 0 to {n_layers - 1}")
+        if int(key) in overrides:
+            raise ConfigError(f"per_layer_config names block {int(key)} twice")
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"per_layer_config[{key!r}] is {entry!r}, not an object")
+        if unknown := sorted(set(entry) - set(PER_LAYER_FIELDS)):
+            raise ConfigError(f"per_layer_config[{key!r}] overrides {unknown}; only {list(PER_LAYER_FIELDS)} may differ")
+        overrides[int(key)] = {name: _positive(entry, name) for name in entry}
+    return overrides
+
+
 def _rotary(text: Mapping[str, Any], kind: str) -> RotaryConfig:
-    given = text["rope_parameters"] or ROPE_DEFAULTS
-    rope = given.get(f"{kind}_attention")
+    given = ROPE_DEFAULTS if text["rope_parameters"] is None else text["rope_parameters"]
+    rope: Any = given.get(f"{kind}_attention") if isinstance(given, Mapping) else None
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         raise ConfigError(f"rope_parameters has no rope_theta for {kind}_attention, which this model's blocks need")
     rope_type = rope.get("rope_type", "default")
@@ -418,13 +477,15 @@ def _rotary(text: Mapping[str, Any], kind: str) -> RotaryConfig:
         raise ConfigError(f"rope_type of {kind}_attention is {rope_type!r}; computed are 'default' and 'proportional'")
     if rope.get("factor", 1.0) not in (1, None):
         raise ConfigError(f"the rope factor of {kind}_attention is {rope['factor']!r}; computed is 1 only")
-    fraction = rope.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
-    return RotaryConfig(theta=float(rope["rope_theta"]), fraction=float(fraction))
+    fraction: Any = rope.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
+    if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise ConfigError(f"partial_rotary_factor of {kind}_attention is {fraction!r}; it is a share of the head, 0 to 1")
+    return RotaryConfig(theta=_above_zero(rope, "rope_theta"), fraction=float(fraction))
 
 
 def _lenders(kinds: list[Literal["sliding", "full"]], n_shared: int) -> list[int | None]:
     """The last `n_shared` blocks borrow from the last unshared block of their own type."""
-    if not 0 <= n_shared < len(kinds):
+    if not isinstance(n_shared, int) or isinstance(n_shared, bool) or not 0 <= n_shared < len(kinds):
         raise ConfigError(f"num_kv_shared_layers is {n_shared}; it must be at least 0 and below the {len(kinds)} blocks")
     first = len(kinds) - n_shared
     own = {kind: index for index, kind in enumerate(kinds[:first])}
@@ -440,6 +501,8 @@ def _vision(given: Mapping[str, Any] | None) -> VisionConfig | None:
         return None
     _refuse_unknown_computation(given, "vision_config.")
     vision = {**VISION_DEFAULTS, **given}
+    for name in ("patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size"):
+        _positive(vision, name)
     patch = vision["patch_size"] * vision["pooling_kernel_size"]
     # transformers' default output size is the 12B's; the projector reads d_vision values whatever the file says.
     if given.get("output_proj_dims", vision["mm_embed_dim"]) != vision["mm_embed_dim"]:
@@ -451,7 +514,7 @@ def _vision(given: Mapping[str, Any] | None) -> VisionConfig | None:
         raise ConfigError(
             f"vision_config.model_patch_size is {given['model_patch_size']}, but patch_size x pooling_kernel_size is {patch}"
         )
-    return VisionConfig(patch, vision["mm_embed_dim"], vision["mm_posemb_size"], vision["rms_norm_eps"])
+    return VisionConfig(patch, vision["mm_embed_dim"], vision["mm_posemb_size"], _above_zero(vision, "rms_norm_eps"))
 
 
 def _audio(given: Mapping[str, Any] | None) -> AudioConfig | None:
@@ -463,4 +526,5 @@ def _audio(given: Mapping[str, Any] | None) -> AudioConfig | None:
     stated = {name: given[name] for name in names if name in given} or {"audio_embed_dim": AUDIO_DEFAULTS["audio_embed_dim"]}
     if len(set(stated.values())) > 1:
         raise ConfigError(f"audio_config states one frame size under several names, and they differ: {stated}")
-    return AudioConfig(next(iter(stated.values())), {**AUDIO_DEFAULTS, **given}["rms_norm_eps"])
+    size = _positive(stated, next(iter(stated)))
+    return AudioConfig(size, _above_zero({**AUDIO_DEFAULTS, **given}, "rms_norm_eps"))

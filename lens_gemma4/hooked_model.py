@@ -116,18 +116,14 @@ class HookedModel(TextInputs, Gemma4):
         if name_or_path is None and hf_model is None:
             raise ValueError('give a Hub id, a folder or "tiny"')
         dtype = _dtype(dtype)
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        if hf_model is not None:
-            folder = _folder_or_none(name_or_path, hub)
-            cfg = loading.config_of(hf_model)
-        else:
-            folder = loading.resolve(name_or_path, **hub)
-            cfg = HookedConfig.from_hf(folder)
+        hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        folder = None if name_or_path is None else loading.resolve(name_or_path, **hub)
+        cfg = HookedConfig.from_hf(folder) if hf_model is None else loading.config_of(hf_model)  # type: ignore[arg-type]
         with torch.device("meta"):
             model = cls(cfg, attn_implementation, image_mask, folder)
         if hf_model is not None:
             loading.share_storage(hf_model, model, dtype=dtype, device=device)
-        else:
+        elif folder is not None:
             loading.read_checkpoint(folder, cfg, model, dtype=dtype, device=device)
         model.match_dtype()
         if model.dtype == torch.float16:
@@ -186,7 +182,7 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(f'return_type is {return_type!r}; use "logits", "loss", "both" or None')
         tensors = self.prepare(input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs)
         wants_logits = return_type is not None or self.hook_logits.live or self.hook_logits_raw.live
-        layers = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
+        layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         with self._finite_or_error(check_finite):
             out = super().forward(**tensors, **layers, with_logits=wants_logits)
         if stop_at_layer is not None:
@@ -354,8 +350,9 @@ class HookedModel(TextInputs, Gemma4):
         pad = self.cfg.pad_token_id
         if ids is not None and pad is not None and "pad" not in self._warned and bool((ids == pad).any()):
                 self._warn("pad", "the ids hold the pad token and no attention_mask was given, so it is attended to")
-        fresh = isinstance(positions, Tensor) and "jump" not in self._warned
-        if fresh and bool((positions.diff(dim=-1) != 1).any()):
+        if not isinstance(positions, Tensor) or "jump" in self._warned:
+            return
+        if bool((positions.diff(dim=-1) != 1).any()):
                 self._warn(
                     "jump",
                     "position_ids jump and no attention_mask was given. Positions only turn the rotary here; "
@@ -431,7 +428,7 @@ class HookedModel(TextInputs, Gemma4):
         return self.w_e
 
     @property
-    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
+    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:  # type: ignore[override]
         return self.unembedding.T
 
     @property
@@ -582,10 +579,6 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}; use torch.float32, torch.bfloat16, torch.float64, or their names")
     return found
-
-
-def _folder_or_none(name_or_path: str | Path | None, hub: dict[str, Any]) -> Path | None:
-    return None if name_or_path is None else loading.resolve(name_or_path, **hub)
 
 
 def _is_text(value: Any) -> bool:

@@ -14,7 +14,7 @@ as transformers stores them, `[out, in]`; `W_Q` and the like are views in Transf
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -223,7 +223,7 @@ def attention_masks(
     """
     whole = padding is None or bool(padding.all())
     blocks = _same_block(cfg, batch, pos, device, types)
-    masks = {}
+    masks: dict[str, Mask] = {}
     for kind in {layer.kind for layer in cfg.layers}:
         visible = _visible(cfg, kind, pos, device, whole, blocks, image_mask)
         if visible is not None:
@@ -351,7 +351,7 @@ class Attention(nn.Module):
             self.hook_k, self.hook_v = HookPoint(), HookPoint()
             self.k_norm, self.v_norm = RMSNorm(cfg.eps, layer.d_head), RMSNorm(cfg.eps)
         else:
-            self.v_norm = Shown()
+            self.v_norm = Shown()  # type: ignore[assignment]
         self.hook_attn_scores, self.hook_pattern, self.hook_z = HookPoint(), HookPoint(), HookPoint()
         self.hook_result, self.hook_out = HookPoint(), HookPoint()
 
@@ -540,7 +540,7 @@ class PixelEmbedder(nn.Module):
         super().__init__()
         self.cfg = cfg
         own = weights_of is None
-        self._weights_of = () if own else (weights_of,)  # in a tuple, so that they are not registered twice
+        self._weights_of = () if weights_of is None else (weights_of,)  # in a tuple, so that they are not registered twice
         if own:
             self.w_patch, self.b_patch = empty(cfg.d_vision, cfg.d_patch), empty(cfg.d_vision)
             self.w_pos = empty(cfg.n_positions, 2, cfg.d_vision)
@@ -636,6 +636,8 @@ class Call:
 class Gemma4(HookedRootModule):
     """The network. Weights are unset until a loader fills them; see `HookedModel.from_pretrained`."""
 
+    blocks: Sequence[Block]  # an nn.ModuleList
+
     def __init__(
         self,
         cfg: HookedConfig,
@@ -652,7 +654,7 @@ class Gemma4(HookedRootModule):
             self.video = PixelEmbedder(cfg.vision, cfg.d_model, weights_of=self.vision)
         if cfg.audio is not None:
             self.audio = AudioEmbedder(cfg.audio.d_audio, cfg.d_model, cfg.audio.eps)
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.layers)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.layers)  # type: ignore[assignment]
         self.ln_final = RMSNorm(cfg.eps, cfg.d_model)
         if not cfg.tied:
             self.w_u = empty(cfg.d_vocab, cfg.d_model)
@@ -745,8 +747,8 @@ class Gemma4(HookedRootModule):
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         for block in self.blocks[start:stop]:
             if block.cfg.index in self._skipped:
-                given = self._skipped[block.cfg.index]
-                stream = stream if given is None else given
+                instead = self._skipped[block.cfg.index]
+                stream = stream if instead is None else instead
             else:
                 stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
         if stop_at_layer is not None:
@@ -776,8 +778,8 @@ class Gemma4(HookedRootModule):
         ids = self.hook_tokens(ids.clone())  # a copy: the caller may reuse theirs, and a cache keeps this one
         words = ids
         if self.cfg.is_wrapper:
-            placeholder = sum((ids == token) for token in self._placeholders().values()).bool()  # type: ignore[union-attr]
-            words = torch.where(placeholder, self.cfg.pad_token_id or 0, ids)
+            for token in self._placeholders().values():
+                words = words if token is None else words.masked_fill(ids == token, self.cfg.pad_token_id or 0)
         low, high = words.aminmax()
         if low < 0 or high >= self.cfg.d_vocab:
             bad = low if low < 0 else high
@@ -818,8 +820,10 @@ class Gemma4(HookedRootModule):
                     "nothing else says where they go"
                 )
             return None
-        kinds = [(ids == token).int() * kind for kind, token in enumerate(self._placeholders().values(), 1)]
-        return kinds[0] + kinds[1] + kinds[2]
+        types = torch.zeros_like(ids)
+        for kind, token in enumerate(self._placeholders().values(), 1):
+            types = types if token is None else types.masked_fill(ids == token, kind)
+        return types
 
     def _scatter(
         self, stream: Tensor, ids: Tensor | None, types: Tensor | None, media: Mapping[str, Any]
@@ -830,7 +834,7 @@ class Gemma4(HookedRootModule):
                 if media[name] is not None:
                     raise Unavailable(f"{_MEDIUM[name]} input was given, but {names.absent(_ROW[name], self.cfg)}")
                 continue
-            where = ids == token if ids is not None else (types == kind if types is not None else None)
+            where = _equal(ids, token) if ids is not None else _equal(types, kind)
             features = None if media[name] is None else getattr(self, name)(*media[name])
             wanted = 0 if where is None else int(where.sum())
             given = 0 if features is None else features.shape[0]
@@ -863,7 +867,7 @@ class Gemma4(HookedRootModule):
     def _rotary(self, positions: Int[Tensor, "rows pos"], like: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin of each block type; angles in float32 at least, then cast."""
         dtype = torch.promote_types(like.dtype, torch.float32)
-        turns = {}
+        turns: dict[str, tuple[Tensor, Tensor]] = {}
         for layer in {layer.kind: layer for layer in self.cfg.layers}.values():
             key = (layer.kind, dtype, like.device)
             if key not in self._frequencies:
@@ -947,6 +951,10 @@ class Gemma4(HookedRootModule):
         """Parameters and the layer scalars, under our names."""
         yield from self.named_parameters()
         yield from self.named_buffers()
+
+
+def _equal(values: Tensor | None, wanted: int | None) -> Bool[Tensor, "batch pos"] | None:
+    return None if values is None or wanted is None else torch.eq(values, wanted)
 
 
 _MEDIUM = {"vision": "image", "video": "video", "audio": "audio"}
