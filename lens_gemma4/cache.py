@@ -6,7 +6,7 @@ It holds tensors, the config and references to the few weights that attribution 
 from __future__ import annotations
 
 import difflib
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Literal
 
 import torch
@@ -16,15 +16,31 @@ from torch import Tensor
 from lens_gemma4 import attribution, names
 from lens_gemma4.config import HookedConfig
 from lens_gemma4.errors import HookNameError
+from lens_gemma4.utils import Slice, SliceInput
+
+GRAD = "_grad"  # what `incl_bwd` adds to a value's name
+TOLD = 8  # kinds of values that an error lists
 
 
 class ActivationCache(Mapping[str, Any]):
     """A mapping from hook points to values, read under any spelling.
 
     `cache["blocks.3.hook_resid_post"]`, `cache["layers.3.layer_output"]` and `cache["resid_post", 3]` are the same
-    tensor. `cache["scale", 3, "ln1"]`, `cache["pattern", -1]` work as in TransformerLens. Derived values
+    tensor; `cache["scale", 3, "ln1"]` and `cache["pattern", -1]` work as in TransformerLens. Derived values
     (`attention_mask`, `input_size`, `next_token_probs`, `vision.image_token_mask`) are read by key and are not among
     `keys()`.
+
+    Args:
+        values: tensors under our names; with `incl_bwd`, gradients under `name + "_grad"`.
+        cfg: the model's config.
+        weights: references, no copies: `layer_scalar`, `W_O`, `ln1`, `ln1_post`, `ln2` by block; `ln_final`, `W_U`.
+        derived: values that no hook point holds, with a batch axis where `has_batch_dim`.
+        has_batch_dim: whether values begin with a batch axis.
+
+    >>> from lens_gemma4 import HookedModel
+    >>> _, cache = HookedModel.from_pretrained("tiny").run_with_cache("The capital of France is")
+    >>> cache["resid_post", 3] is cache["layers.3.layer_output"]
+    True
     """
 
     def __init__(
@@ -44,45 +60,62 @@ class ActivationCache(Mapping[str, Any]):
     # -- access -----------------------------------------------------------------------------------------
 
     def _name(self, key: str | tuple[Any, ...]) -> str:
+        """Our name of a key in any spelling."""
         if isinstance(key, tuple):
-            word, layer, *place = key
-            if isinstance(layer, int) and layer < 0:
-                layer += self.cfg.n_layers
-            key = names.get_act_name(word, layer, place[0] if place else None)
+            key = names.get_act_name(*key)
+        elif not isinstance(key, str):
+            raise TypeError(
+                f"a value is named by a string or a tuple such as ('resid_post', 3), got {key!r}"
+            )
         elif "." not in key and key not in self.cache_dict:
             key = names.get_act_name(key)
-        return names.canonical(key, self.cfg.n_layers)
+        plain = key.removesuffix(GRAD)
+        return names.canonical(plain, self.cfg.n_layers) + key[len(plain) :]
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> Any:
         if isinstance(key, str) and key in names.DERIVED:
-            return self._derived_value(key)
+            if key not in self.derived:
+                raise HookNameError(
+                    f"{key!r} cannot be derived from this run: {_WHY_UNDERIVED[key]}."
+                )
+            return self.derived[key]
         name = self._name(key)
-        if name in self.cache_dict:
-            return self.cache_dict[name]
-        raise HookNameError(self._missing(key, name))
-
-    def _derived_value(self, key: str) -> Any:
-        if key == "next_token_probs" and key not in self.derived and "hook_logits" in self.cache_dict:
-            return self.cache_dict["hook_logits"][..., -1, :].float().softmax(-1)
-        if key not in self.derived:
-            raise HookNameError(f"{key!r} cannot be derived from this run: it needs ids, and for probabilities the logits")
-        return self.derived[key]
+        if name not in self.cache_dict:
+            raise HookNameError(self._missing(key, name))
+        return self.cache_dict[name]
 
     def _missing(self, key: Any, name: str) -> str:
-        row = names.row_of(name)
-        if row is None:
-            return names.unknown(str(key), self.cache_dict, self.cfg)
-        _, index = names.split(name)
-        if index is not None and not 0 <= index < self.cfg.n_layers:
-            return f"{key!r}: this model has blocks 0 to {self.cfg.n_layers - 1}."
-        if reason := names.absent(row, self.cfg, None if index is None else self.cfg.layer(index)):
-            return f"{key!r} does not exist: {reason}."
-        close = difflib.get_close_matches(name, self.cache_dict, n=3)
+        """Why a value is not here: no such value, not on this model, or not kept."""
+        plain = name.removesuffix(GRAD)
+        row = names.row_of(plain)
+        if row is None and plain in names.SHORT:
+            return f"{key!r} is in every block: say which, cache[{plain!r}, 0] (-1 is the last)."
+        _, index = names.split(plain)
+        outside = index is not None and not 0 <= index < self.cfg.n_layers
+        if (
+            row is None
+            or outside
+            or names.absent(row, self.cfg, None if index is None else self.cfg.layer(index))
+        ):
+            return names.unknown(plain, [known for known, _ in names.points(self.cfg)], self.cfg)
+        close = difflib.get_close_matches(name, self.cache_dict, n=1)
         return (
-            f"{key!r} ({name}) was not kept in this run, which kept {len(self)} values"
-            + (f", the closest {', '.join(map(repr, close))}" if close else "")
-            + ". Add it to names_filter, or run without one (hook_result is only kept when named)."
+            f"{key!r} ({name}) was not kept. This run kept {self._kept()}"
+            + (f"; the closest is {close[0]!r}" if close else "")
+            + ". Add it to names_filter (without one everything is kept that ran, but hook_result)."
         )
+
+    def _kept(self) -> str:
+        """What there is, blocks folded."""
+        blocks: dict[str, int] = {}
+        for name in self.cache_dict:
+            blocks[names.split(name)[0]] = blocks.get(names.split(name)[0], 0) + 1
+        told = [
+            f"{name} of {n} blocks" if "{i}" in name else name
+            for name, n in list(blocks.items())[:TOLD]
+        ]
+        more = f" and {len(blocks) - TOLD} more" if len(blocks) > TOLD else ""
+        return (", ".join(told) + more) or "nothing"
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -108,40 +141,59 @@ class ActivationCache(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         size = sum(v.numel() * v.element_size() for v in self.cache_dict.values()) / 2**20
-        return f"ActivationCache of {len(self)} values, {size:.1f} MB if each were alone"
+        return f"ActivationCache of {len(self)} values, {size:.1f} MB: {self._kept()}"
 
     # -- changing the whole -----------------------------------------------------------------------------
 
-    def _with(self, values: Mapping[str, Tensor], has_batch_dim: bool | None = None) -> ActivationCache:
-        batch = self.has_batch_dim if has_batch_dim is None else has_batch_dim
-        return ActivationCache(values, self.cfg, self.weights, self.derived, batch)
-
     def to(self, device: torch.device | str) -> ActivationCache:
-        """A cache with every value on `device`."""
-        return self._with({name: value.to(device) for name, value in self.items()})
+        """Move every value to `device`, in this cache, which is returned. Weights stay where the model has them."""
+        self.cache_dict = {name: value.to(device) for name, value in self.items()}
+        self.derived = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in self.derived.items()
+        }
+        return self
 
     def remove_batch_dim(self) -> ActivationCache:
-        """A cache of a single prompt without the batch axis."""
-        if not self.has_batch_dim:
-            return self
-        values = {}
-        for name, value in self.items():
-            row = names.row_of(name.removesuffix("_grad"))
-            batched = row is None or row.axes.startswith("batch")
-            if batched and value.shape[0] != 1:
-                raise ValueError(f"{name!r} has {value.shape[0]} rows: only a batch of 1 can lose its axis")
-            values[name] = value[0] if batched else value
-        return self._with(values, has_batch_dim=False)
+        """Drop the batch axis of a single prompt, in this cache, which is returned.
 
-    def apply_slice_to_batch_dim(self, batch_slice: Any) -> ActivationCache:
-        """Some rows of the batch; an int drops the axis. Media values, which have no batch axis, stay."""
+        Raises:
+            ValueError: there are several rows; nothing has changed then.
+        """
+        if self.has_batch_dim:
+            rows = {len(value) for name, value in self.items() if _is_batched(name)}
+            if rows - {1}:
+                raise ValueError(
+                    f"the batch has {max(rows)} rows: only a batch of 1 can lose its axis"
+                )
+            one = self.apply_slice_to_batch_dim(0)
+            self.cache_dict, self.derived, self.has_batch_dim = one.cache_dict, one.derived, False
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Slice | SliceInput) -> ActivationCache:
+        """Another cache with some rows of the batch; an int drops the axis.
+
+        Media values, which have no batch axis, stay as they are, and so does `input_size`.
+
+        Raises:
+            ValueError: the batch axis is gone already.
+        """
         if not self.has_batch_dim:
-            raise ValueError("this cache has no batch axis left")
-        values = {}
-        for name, value in self.items():
-            row = names.row_of(name.removesuffix("_grad"))
-            values[name] = value if row is not None and not row.axes.startswith("batch") else value[batch_slice]
-        return self._with(values, has_batch_dim=not isinstance(batch_slice, int))
+            raise ValueError(
+                "this cache has no batch axis: it was dropped by remove_batch_dim or a slice"
+            )
+        chosen = batch_slice if isinstance(batch_slice, Slice) else Slice(batch_slice)
+        values = {
+            name: chosen.apply(value) if _is_batched(name) else value
+            for name, value in self.items()
+        }
+        derived = {
+            name: chosen.apply(v) if isinstance(v, Tensor) else v
+            for name, v in self.derived.items()
+        }
+        return ActivationCache(
+            values, self.cfg, self.weights, derived, has_batch_dim=chosen.mode != "int"
+        )
 
     def toggle_autodiff(self, mode: bool = False) -> None:
         """Switch autograd on or off for the whole process, as TransformerLens does."""
@@ -150,66 +202,176 @@ class ActivationCache(Mapping[str, Any]):
     # -- stacks -----------------------------------------------------------------------------------------
 
     def _up_to(self, layer: int | None) -> int:
+        n_layers = self.cfg.n_layers
         if layer is None or layer == -1:
-            return self.cfg.n_layers
-        if not 0 <= layer <= self.cfg.n_layers:
-            raise ValueError(f"layer is {layer}; the stream can be taken at 0 to {self.cfg.n_layers} (-1: after the last)")
+            return n_layers
+        if not 0 <= layer <= n_layers:
+            raise ValueError(
+                f"layer is {layer}; the stream can be taken at 0 to {n_layers} (-1 or None: after the last)"
+            )
         return layer
 
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
-    ) -> Float[Tensor, "layer *axes"]:
+    ) -> Float[Tensor, " layer *axes"]:
         """One value of the first `layer` blocks (-1: all) in a stack.
 
+        Args:
+            activation_name: a short name: "resid_post", "pattern", "scale" with sublayer_type "ln1", ...
         Raises:
-            ValueError: its shape differs between blocks (heads of full and sliding blocks do).
+            ValueError: its shape differs between blocks, as everything by head of full and sliding blocks does.
         """
-        values = [self[activation_name, i, sublayer_type] for i in range(self._up_to(layer))]
-        if len({value.shape for value in values}) > 1:
-            shapes = {i: list(value.shape) for i, value in enumerate(values)}
-            raise ValueError(f"{activation_name!r} has unlike shapes and cannot be stacked: {shapes}")
+        end = self._up_to(layer)
+        if end == 0:
+            raise ValueError("layer is 0, and the first 0 blocks hold nothing to stack")
+        values = [self[activation_name, i, sublayer_type] for i in range(end)]
+        shapes = {tuple(value.shape): i for i, value in reversed(list(enumerate(values)))}
+        if len(shapes) > 1:
+            told = ", ".join(
+                f"{list(shape)} in block {i}"
+                for shape, i in sorted(shapes.items(), key=lambda item: item[1])
+            )
+            raise ValueError(
+                f"{activation_name!r} cannot be stacked, its shape differs between blocks: {told}. Read it block by "
+                f"block, cache[{activation_name!r}, i]."
+            )
         return torch.stack(values)
 
     def accumulated_resid(
-        self, layer: int | None = None, incl_mid: bool = False, return_labels: bool = False
-    ) -> Float[Tensor, "component *axes d_model"] | tuple[Tensor, list[str]]:
-        """The stream at each block's entry (and middle) up to `layer`, and last the stream there."""
+        self,
+        layer: int | None = None,
+        incl_mid: bool = False,
+        pos_slice: Slice | SliceInput = None,
+        return_labels: bool = False,
+    ) -> (
+        Float[Tensor, "component *axes d_model"]
+        | tuple[Float[Tensor, "component *axes d_model"], list[str]]
+    ):
+        """The stream at each block's entry (and middle) up to `layer`, and last the stream there.
+
+        Args:
+            layer: where the last one is taken: entering that block, or (None, -1) after the last block.
+            incl_mid: also between attention and MLP.
+            pos_slice: positions.
+            return_labels: also "0_pre", "0_mid", ..., "final_post".
+        """
         end = self._up_to(layer)
-        streams, labels = [], []
-        for i in range(end):
-            streams.append(self["resid_pre", i])
-            labels.append(f"{i}_pre")
-            if incl_mid:
-                streams.append(self["resid_mid", i])
-                labels.append(f"{i}_mid")
-        streams.append(self["resid_post", -1] if end == self.cfg.n_layers else self["resid_pre", end])
-        labels.append("final_post" if end == self.cfg.n_layers else f"{end}_pre")
-        return (torch.stack(streams), labels) if return_labels else torch.stack(streams)
+        places = [
+            (word, i) for i in range(end) for word in ("pre", "mid") if word == "pre" or incl_mid
+        ]
+        labels = [f"{i}_{word}" for word, i in places]
+        streams = [self[f"resid_{word}", i] for word, i in places]
+        at_end = end == self.cfg.n_layers
+        streams.append(self["resid_post", -1] if at_end else self["resid_pre", end])
+        labels.append("final_post" if at_end else f"{end}_pre")
+        stack = torch.stack(list(map(_positions(pos_slice), streams)))
+        return (stack, labels) if return_labels else stack
 
     def decompose_resid(
         self,
         layer: int | None = None,
+        mlp_input: bool = False,
         mode: Literal["all", "attn", "mlp"] = "all",
+        apply_ln: bool = False,
+        pos_slice: Slice | SliceInput = None,
+        incl_embeds: bool = True,
         return_labels: bool = False,
-    ) -> Float[Tensor, "component *axes d_model"] | tuple[Tensor, list[str]]:
+    ) -> (
+        Float[Tensor, "component *axes d_model"]
+        | tuple[Float[Tensor, "component *axes d_model"], list[str]]
+    ):
         """What block 0's input and each block's attention and MLP contribute to the stream at `layer`.
 
-        Each carries the product of the layer scalars it passes on its way, so `.sum(0)` of mode "all" is the
-        stream entering block `layer` (None or -1: the last stream), to rounding. The first part is block 0's
-        input, media rows included. Float32 at least.
+        Each carries the product of the layer scalars that it passes on its way, so `.sum(0)` of everything is the
+        stream there, to rounding. Float32 at least.
+
+        Args:
+            layer: the stream entering that block, or (None, -1) the last stream.
+            mlp_input: take it between the block's attention and MLP instead.
+            mode: "all", or only "attn" or "mlp" (beside block 0's input).
+            apply_ln: show them as the norm that reads this stream passes them on, its scale held at the run's
+                (`apply_ln_to_stack`).
+            pos_slice: positions.
+            incl_embeds: begin with block 0's input, media rows included.
+            return_labels: also "0_pre", "0_attn_out", "0_mlp_out", ...
+
+        >>> from lens_gemma4 import HookedModel
+        >>> _, cache = HookedModel.from_pretrained("tiny").run_with_cache("The capital of France is")
+        >>> bool(torch.allclose(cache.decompose_resid().sum(0), cache["resid_post", -1], atol=1e-4))
+        True
         """
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"mode is {mode!r}; use 'all', 'attn' or 'mlp'")
         end = self._up_to(layer)
-        wide = attribution.widest(self["resid_pre", 0].dtype)
-        if end == 0:
-            gains = torch.ones(1, dtype=torch.float64)
+        if mlp_input and end == self.cfg.n_layers:
+            raise ValueError(
+                f"mlp_input needs the layer whose MLP reads the stream: 0 to {end - 1}"
+            )
+        gains = self._gains(end)
+        parts = [("0_pre", "resid_pre", 0, gains[0])] if incl_embeds else []
+        for i in range(end + mlp_input):
+            # The block at which the stream is taken has added its attention only, and its scalar comes later.
+            words = ("attn",) if i == end else ("attn", "mlp")
+            parts += [
+                (f"{i}_{w}_out", f"{w}_out", i, gains[i]) for w in words if mode in ("all", w)
+            ]
+        if not parts:
+            raise ValueError(
+                f"nothing is written before block {end} in mode {mode!r}, and incl_embeds is off"
+            )
+        keep = _positions(pos_slice)
+        weighted = [_widened(keep(self[word, i])) * gain for _, word, i, gain in parts]
+        stack = torch.stack(weighted)
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
+        return (stack, [part[0] for part in parts]) if return_labels else stack
+
+    def _gains(self, end: int) -> list[float]:
+        """What a vector written in each block is multiplied by until the stream enters block `end`, which comes last
+        with 1."""
+        scalars = self.weights["layer_scalar"][:end]
+        return [*(attribution.residual_gain(scalars).tolist() if end else []), 1.0]
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: Float[Tensor, "component *axes d_model"],
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: Slice | SliceInput = None,
+    ) -> Float[Tensor, "component *axes d_model"]:
+        """Parts of the stream as the norm that reads it passes them on: over the run's scale, times the gain.
+
+        Args:
+            residual_stack: parts, already at the positions of `pos_slice`.
+            layer: the norm is block `layer`'s ln1 (ln2 with `mlp_input`), or (None, -1) the final norm.
+        """
+        end = self._up_to(layer)
+        if end == self.cfg.n_layers:
+            scale, gain = self["ln_final.hook_scale"], self.weights["ln_final"]
         else:
-            gains = attribution.residual_gain(self.weights["layer_scalar"][:end]).cpu()
-        parts, labels = [self["resid_pre", 0].to(wide) * gains[0].item()], ["resid_pre_0"]
-        for i in range(end):
-            for name in ("attn", "mlp"):
-                if mode in ("all", name):
-                    parts.append(self[f"{name}_out", i].to(wide) * gains[i].item())
-                    labels.append(f"{i}_{name}_out")
-        return (torch.stack(parts), labels) if return_labels else torch.stack(parts)
+            norm = "ln2" if mlp_input else "ln1"
+            scale, gain = self["scale", end, norm], self.weights[norm][end]
+        return attribution.through_norm(residual_stack, _positions(pos_slice)(scale), gain)
+
+
+_WHY_UNDERIVED = {
+    "attention_mask": "it ran on a given stream",
+    "input_size": "it ran on a given stream",
+    "next_token_probs": "it ended before the logits, or they were not kept",
+    "vision.image_token_mask": "it ran without ids, or this checkpoint has no vision embedder",
+}
+
+
+def _is_batched(name: str) -> bool:
+    row = names.row_of(name.removesuffix(GRAD))
+    return row is None or row.axes.startswith("batch")
+
+
+def _positions(pos_slice: Slice | SliceInput) -> Callable[[Tensor], Tensor]:
+    """Takes positions of a stream tensor `[... pos d]`."""
+    chosen = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
+    return lambda value: chosen.apply(value, dim=-2)
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(attribution.widest(value.dtype))

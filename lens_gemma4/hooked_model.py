@@ -277,11 +277,18 @@ class HookedModel(TextInputs, Gemma4):
         )
         if not return_cache_object:
             return out, values
+        whole = None if pos_slice is not None else values.get("hook_logits")
+        logits = _logits_of(out, run, whole[None] if whole is not None and remove_batch_dim else whole)
+        derived = self._derived(tensors, logits, device)
+        if remove_batch_dim:
+            derived = {name: value[0] if isinstance(value, Tensor) else value for name, value in derived.items()}
         return out, ActivationCache(
-            values, self.cfg, self.attribution_weights(), self._derived(tensors, out), has_batch_dim=not remove_batch_dim
+            values, self.cfg, self.attribution_weights(), derived, has_batch_dim=not remove_batch_dim
         )
 
-    def _derived(self, tensors: Mapping[str, Any], out: Any) -> dict[str, Any]:
+    def _derived(
+        self, tensors: Mapping[str, Any], logits: Tensor | None, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
         """Values the cache serves that no hook point holds."""
         ids = tensors.get("input_ids")
         first = ids if ids is not None else tensors.get("inputs_embeds")
@@ -294,10 +301,11 @@ class HookedModel(TextInputs, Gemma4):
         }
         if self.cfg.vision is not None and ids is not None:
             derived["vision.image_token_mask"] = ids == self.cfg.image_token_id
-        logits = out.logits if isinstance(out, Output) else out
-        if isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[-1] == self.cfg.d_vocab:
+        if logits is not None:
             derived["next_token_probs"] = logits.detach()[:, -1].float().softmax(-1)
-        return derived
+        if device is None:
+            return derived
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in derived.items()}
 
     def attribution_weights(self) -> dict[str, Any]:
         """References to the few weights that attributions need; no copies."""
@@ -305,7 +313,9 @@ class HookedModel(TextInputs, Gemma4):
             "layer_scalar": [block.layer_scalar for block in self.blocks],
             "W_O": [block.attn.W_O for block in self.blocks],
             "W_out": [block.mlp.W_out for block in self.blocks],
+            "ln1": [block.ln1.weight for block in self.blocks],
             "ln1_post": [block.ln1_post.weight for block in self.blocks],
+            "ln2": [block.ln2.weight for block in self.blocks],
             "ln2_post": [block.ln2_post.weight for block in self.blocks],
             "ln_final": self.ln_final.weight,
             "W_U": self.W_U,
@@ -566,6 +576,15 @@ class HookedModel(TextInputs, Gemma4):
 
 _NO_BIAS = ("b_Q", "b_K", "b_V", "b_O", "b_in", "b_gate", "b_out", "b_U", "W_pos", "W_E_pos")
 _RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
+
+
+def _logits_of(out: Any, run: Mapping[str, Any], kept: Tensor | None) -> Tensor | None:
+    """The logits of a call: what it returned, else `kept`; None when it did not get that far."""
+    if run.get("stop_at_layer") is not None:
+        return None
+    if isinstance(out, Output):
+        return out.logits
+    return out if run.get("return_type", "logits") == "logits" else kept
 
 
 def _layer_sizes(layer: LayerConfig) -> LayerSizes:
