@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
-from lens_gemma4 import names
+from lens_gemma4 import loading, names
 from lens_gemma4.config import HookedConfig
 
 Inputs = Mapping[str, Tensor]
@@ -100,7 +100,9 @@ class _Recorder(TorchFunctionMode):
         self.head = model.lm_head
         self.config = model.config
         self.layer_of = {id(layer.self_attn): i for i, layer in enumerate(self.text.layers)}
-        self.layer_of_scalar = {id(layer.layer_scalar): i for i, layer in enumerate(self.text.layers)}
+        self.layer_of_scalar = {
+            id(layer.layer_scalar): i for i, layer in enumerate(self.text.layers)
+        }
         self.attending: int | None = None
         self.pixel_root = "vision"
         self.patches: Tensor | None = None
@@ -138,12 +140,16 @@ class _Recorder(TorchFunctionMode):
             yield pixels.register_forward_pre_hook(self._choose_root, with_kwargs=True)
             yield pixels.patch_ln2.register_forward_hook(self._remember_patches)
             for name, (path, side) in PIXEL_POINTS.items():
-                yield from self._listen(_submodule(pixels, path), side, partial(self._pixel_name, name))
+                yield from self._listen(
+                    _submodule(pixels, path), side, partial(self._pixel_name, name)
+                )
         if (audio := getattr(self.embedders, "embed_audio", None)) is not None:
             for name, (path, side) in AUDIO_POINTS.items():
                 yield from self._listen(_submodule(audio, path), side, f"audio.{name}".__str__)
 
-    def _listen(self, module: nn.Module | None, side: str, name: Callable[[], str]) -> Iterator[Any]:
+    def _listen(
+        self, module: nn.Module | None, side: str, name: Callable[[], str]
+    ) -> Iterator[Any]:
         if module is None:
             raise RuntimeError(f"{name()}: this transformers has no such module")
         if side == "in":
@@ -154,7 +160,9 @@ class _Recorder(TorchFunctionMode):
     def _pixel_name(self, name: str) -> str:
         return f"{self.pixel_root}.{name}"
 
-    def _choose_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _choose_root(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """One module embeds images and frames: whose pixels are these?"""
         pixels = args[0] if args else kwargs["pixel_values"]
         images = self.inputs.get("pixel_values")
@@ -183,7 +191,14 @@ class _Recorder(TorchFunctionMode):
                 functions[chosen] = override
 
     def _attend(
-        self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+        self,
+        function: Any,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        **kwargs: Any,
     ) -> Any:
         layer = self.layer_of.get(id(module))
         if layer is None:  # another model that runs at the same time
@@ -283,12 +298,15 @@ def for_transformers(inputs: Inputs) -> dict[str, Tensor]:
 
     given = dict(inputs)
     flat_frames = (
-        "num_frames_per_video" in inspect.signature(Gemma4UnifiedModel.get_video_features).parameters
+        "num_frames_per_video"
+        in inspect.signature(Gemma4UnifiedModel.get_video_features).parameters
     )
     if "pixel_values_videos" in given and not flat_frames:
         given.pop("num_frames_per_video")
         for name in ("pixel_values_videos", "video_position_ids"):
-            given[name] = given[name][None]  # flattened again inside, so one video of all frames is the same
+            given[name] = given[name][
+                None
+            ]  # flattened again inside, so one video of all frames is the same
     return given
 
 
@@ -419,7 +437,8 @@ def _ids_and_mask(
     pads = [longest - len(types) for types in types_of_rows]
     left = padding_side == "left"
     padded = [
-        [0] * n + types if left else types + [0] * n for types, n in zip(types_of_rows, pads, strict=True)
+        [0] * n + types if left else types + [0] * n
+        for types, n in zip(types_of_rows, pads, strict=True)
     ]
     types = torch.tensor(padded)  # [batch pos]
     positions = torch.arange(longest)
@@ -444,13 +463,17 @@ def _text_ids(
     return ids
 
 
-def _media(media: dict[str, list[Any]], cfg: HookedConfig, generator: torch.Generator) -> dict[str, Tensor]:
+def _media(
+    media: dict[str, list[Any]], cfg: HookedConfig, generator: torch.Generator
+) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     if grids := media["image"]:
         inputs["pixel_values"], inputs["image_position_ids"] = _pixels(grids, cfg, generator)
     if videos := media["video"]:
         frames = [grid for video in videos for grid in video]
-        inputs["pixel_values_videos"], inputs["video_position_ids"] = _pixels(frames, cfg, generator)
+        inputs["pixel_values_videos"], inputs["video_position_ids"] = _pixels(
+            frames, cfg, generator
+        )
         inputs["num_frames_per_video"] = torch.tensor([len(video) for video in videos])
     if clips := media["audio"]:
         assert cfg.audio is not None
@@ -498,7 +521,11 @@ def prompts(cfg: HookedConfig, folder: Path, seed: int = 0) -> list[Prompt]:
     found = [
         Prompt("text", build([[("text", 24)]])),
         Prompt("one token", build([[("text", 1)]])),
-        Prompt("longer than the window", build([[("text", longer_than_window)]]), longer_than_window > 256),
+        Prompt(
+            "longer than the window",
+            build([[("text", longer_than_window)]]),
+            longer_than_window > 256,
+        ),
         Prompt("batch, padded left", build(ragged, padding_side="left")),
         Prompt("batch, padded right", build(ragged)),
     ]
@@ -524,7 +551,9 @@ def prompts(cfg: HookedConfig, folder: Path, seed: int = 0) -> list[Prompt]:
             Prompt("video", build([[text, ("video", [small, small, small]), text]])),
         ]
     if cfg.audio is not None:
-        found.append(Prompt("audio, padded right", build([[text, ("audio", 7), text], [("audio", 3), text]])))
+        found.append(
+            Prompt("audio, padded right", build([[text, ("audio", 7), text], [("audio", 3), text]]))
+        )
     if cfg.vision is not None and cfg.audio is not None:
         everything = [
             [text, ("image", small), text, ("audio", 4), ("video", [small, large])],
@@ -560,7 +589,7 @@ def check(
     """Compare a checkpoint here and in transformers: every value that transformers shows, on every prompt.
 
     Args:
-        folder: a checkpoint that both load.
+        folder: a checkpoint that both load, or "tiny", the one that ships.
         dtype: of both; the checkpoint's own when None.
         attn_implementation: one or more of "sdpa", "eager".
         device: where both run, one after the other.
@@ -575,21 +604,27 @@ def check(
     >>> all(row.equal for row in rows)               # doctest: +SKIP
     True
     """
-    folder = Path(folder)
+    folder = loading.resolve(folder)
     cfg = HookedConfig.from_hf(folder)
     dtype = dtype or getattr(torch, cfg.dtype_name or "float32")
     todo = prompts(cfg, folder, seed)
     rows: list[Difference] = []
     for attn in attn_implementation:
         with tempfile.TemporaryDirectory(prefix="lens_gemma4_check_") as store:
-            runs = [_Run(prompt, Path(store) / str(i), cfg, attn, device) for i, prompt in enumerate(todo)]
+            runs = [
+                _Run(prompt, Path(store) / str(i), cfg, attn, device)
+                for i, prompt in enumerate(todo)
+            ]
             _run_transformers(folder, runs, dtype, attn, device, progress)
             rows += _run_ours(folder, runs, dtype, attn, device, progress)
     return rows
 
 
 def load_reference(
-    folder: str | Path, dtype: torch.dtype, attn_implementation: str, device: str | torch.device = "cpu"
+    folder: str | Path,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    device: str | torch.device = "cpu",
 ) -> Any:
     """The checkpoint in transformers.
 
@@ -599,7 +634,9 @@ def load_reference(
 
     wrapper = HookedConfig.from_hf(folder).is_wrapper
     kind: Any = (
-        modeling.Gemma4UnifiedForConditionalGeneration if wrapper else modeling.Gemma4UnifiedForCausalLM
+        modeling.Gemma4UnifiedForConditionalGeneration
+        if wrapper
+        else modeling.Gemma4UnifiedForCausalLM
     )
     model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval()
@@ -622,7 +659,9 @@ def _run_ours(
 ) -> list[Difference]:
     from lens_gemma4.hooked_model import HookedModel
 
-    model = HookedModel.from_pretrained(folder, dtype=dtype, attn_implementation=attn, device=device)
+    model = HookedModel.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attn, device=device
+    )
     rows: list[Difference] = []
     for run in tqdm(runs, desc=f"lens_gemma4, {attn}", disable=not progress):
         rows += run.compare_with(model)
@@ -654,7 +693,9 @@ class _Run:
 
         self._write("blind", run_reference(hf_model, self.inputs, write))
         if missing := [
-            name for name in shown_points(self.cfg, self.prompt.inputs, self.attn) if name not in shown
+            name
+            for name in shown_points(self.cfg, self.prompt.inputs, self.attn)
+            if name not in shown
         ]:
             raise RuntimeError(
                 f"this transformers did not compute {missing[0]} (and {len(missing) - 1} more values) where it is "
@@ -667,10 +708,16 @@ class _Run:
 
         def compare_now(value: Tensor, hook: Any) -> None:
             theirs = self._take(hook.name)
-            rows.append(compare(hook.name, value.detach().cpu(), theirs, blind, self.attn, self.prompt.label))
+            rows.append(
+                compare(
+                    hook.name, value.detach().cpu(), theirs, blind, self.attn, self.prompt.label
+                )
+            )
 
         wanted = [
-            name for name in shown_points(self.cfg, self.prompt.inputs, self.attn) if self.prompt.wants(name)
+            name
+            for name in shown_points(self.cfg, self.prompt.inputs, self.attn)
+            if self.prompt.wants(name)
         ]
         with torch.no_grad():
             model.run_with_hooks(**self.inputs, fwd_hooks=[(name, compare_now) for name in wanted])
@@ -730,7 +777,7 @@ def run(
     """`lens-gemma4 check FOLDER`: compare, print, and return 1 when anything is not equal to the last bit.
 
     Args:
-        folder: a checkpoint, as downloaded.
+        folder: a checkpoint as downloaded, or "tiny", the one that ships.
         dtype: "float32", "bfloat16" or "float16"; the checkpoint's own when None.
         attn: "sdpa", "eager", or both with a comma.
     """

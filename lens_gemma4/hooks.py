@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -268,11 +269,11 @@ class Store:
 
     def saver(self, point: HookPoint, suffix: str = "") -> HookFn:
         """A hook that keeps a point's value (or, on the way back, its gradient)."""
+        # No inner function: with annotations checked at run time each one would be compiled anew for every point.
+        return partial(self._save, f"{point.name}{suffix}", point.axes)
 
-        def save(value: Tensor, hook: HookPoint | NamedPoint) -> None:
-            self.target[f"{point.name}{suffix}"] = self._snapshot(value.detach(), point.axes)
-
-        return save
+    def _save(self, name: str, axes: str, value: Tensor, hook: HookPoint | NamedPoint) -> None:
+        self.target[name] = self._snapshot(value.detach(), axes)
 
     def _snapshot(self, value: Tensor, axes: str) -> Tensor:
         if self.pos_slice is not None:

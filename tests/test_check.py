@@ -52,7 +52,9 @@ def text_of(hf: Any) -> Any:
 def test_nothing_in_f_stands_at_its_default(hf: Any) -> None:
     scalars = [layer.layer_scalar.item() for layer in text_of(hf).layers]
     assert scalars == pytest.approx(fixtures.F_SCALARS)
-    gains = {name: p for name, p in hf.named_parameters() if p.ndim == 1 and not name.endswith("bias")}
+    gains = {
+        name: p for name, p in hf.named_parameters() if p.ndim == 1 and not name.endswith("bias")
+    }
     assert gains
     for name, gain in gains.items():
         assert (gain - 1).abs().mean() > 0.05, name
@@ -64,7 +66,9 @@ def test_random_scalars_spread_over_the_real_range(tmp_path: Path) -> None:
     config = fixtures.random_config(random.Random(0), num_hidden_layers=7)
     folder = fixtures.make_checkpoint(config, tmp_path)
     model = load_reference(folder, torch.float32, "sdpa")
-    scalars = torch.stack([m.layer_scalar[0] for m in model.modules() if hasattr(m, "layer_scalar")])
+    scalars = torch.stack(
+        [m.layer_scalar[0] for m in model.modules() if hasattr(m, "layer_scalar")]
+    )
     assert scalars.min() >= 0.05 and scalars.max() <= 1.7 and scalars.std() > 0.1
 
 
@@ -74,7 +78,11 @@ def test_a_saved_config_reads_as_the_one_asked_for(seed: int, tmp_path: Path) ->
     config = fixtures.random_config(random.Random(seed))
     asked = HookedConfig.from_hf(config)
     saved = HookedConfig.from_hf(fixtures.make_checkpoint(config, tmp_path))
-    assert (saved.layers, saved.bidirectional, saved.tied) == (asked.layers, asked.bidirectional, asked.tied)
+    assert (saved.layers, saved.bidirectional, saved.tied) == (
+        asked.layers,
+        asked.bidirectional,
+        asked.tied,
+    )
     assert (saved.vision, saved.audio) == (asked.vision, asked.audio)
 
 
@@ -99,7 +107,9 @@ def test_inputs_hold_as_many_placeholders_as_features(kind: str) -> None:
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["text", "left", "image batch", "everything"])
-def test_every_point_is_captured_and_watching_changes_nothing(f_folder: Path, kind: str, attn: str) -> None:
+def test_every_point_is_captured_and_watching_changes_nothing(
+    f_folder: Path, kind: str, attn: str
+) -> None:
     model = load_reference(f_folder, torch.float32, attn)
     inputs = fixtures.random_inputs(random.Random(2), fixtures.F_CONFIG, kind)
     found = reference_values(model, inputs)
@@ -116,8 +126,12 @@ def test_the_captured_block_adds_up(hf: Any, values: dict[str, Tensor]) -> None:
             if f"blocks.{i}.{name}" in values
         }
         assert torch.equal(of["hook_resid_pre"] + of["hook_attn_out"], of["hook_resid_mid"])
-        assert torch.equal(of["hook_resid_mid"] + of["hook_mlp_out"], values[f"blocks.{i}.hook_resid_sum"])
-        assert torch.equal(values[f"blocks.{i}.hook_resid_sum"] * layer.layer_scalar, of["hook_resid_post"])
+        assert torch.equal(
+            of["hook_resid_mid"] + of["hook_mlp_out"], values[f"blocks.{i}.hook_resid_sum"]
+        )
+        assert torch.equal(
+            values[f"blocks.{i}.hook_resid_sum"] * layer.layer_scalar, of["hook_resid_post"]
+        )
         # The control: what is captured before the in-place multiply is not what stands there afterwards.
         assert not torch.equal(values[f"blocks.{i}.hook_resid_sum"], of["hook_resid_post"])
         if i:
@@ -130,7 +144,8 @@ def test_the_captured_attention_adds_up(hf: Any, values: dict[str, Tensor]) -> N
         scores, pattern = values[attn + "hook_attn_scores"], values[attn + "hook_pattern"]
         assert torch.equal(torch.softmax(scores, -1), pattern)
         q, k, v = (
-            values[attn + name].transpose(1, 2) for name in ("hook_rot_q", "hook_rot_k", "v_norm.hook_out")
+            values[attn + name].transpose(1, 2)
+            for name in ("hook_rot_q", "hook_rot_k", "v_norm.hook_out")
         )
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -210,7 +225,9 @@ def test_nothing_stays_behind(hf: Any, untouched: None) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_nothing_stays_behind_after_an_error(hf: Any, untouched: None, error: type[BaseException]) -> None:
+def test_nothing_stays_behind_after_an_error(
+    hf: Any, untouched: None, error: type[BaseException]
+) -> None:
     def keep(name: str, value: Tensor) -> None:
         if name == "blocks.3.attn.hook_attn_scores":
             raise error
@@ -265,10 +282,16 @@ def test_compare_leaves_out_blind_rows_which_must_be_finite() -> None:
     assert not compare("blocks.0.attn.hook_pattern", scores, other.mT.contiguous(), blind).equal
 
 
-@pytest.mark.parametrize("theirs", [torch.zeros(1, 2, 4), torch.zeros(1, 2, 3, dtype=torch.bfloat16)])
+@pytest.mark.parametrize(
+    "theirs", [torch.zeros(1, 2, 4), torch.zeros(1, 2, 3, dtype=torch.bfloat16)]
+)
 def test_compare_refuses_another_shape_or_dtype(theirs: Tensor) -> None:
     found = compare("hook_embed", torch.zeros(1, 2, 3), theirs, torch.zeros(1, 2, dtype=torch.bool))
-    assert not found.equal and str(list(theirs.shape)) in found.note and str(theirs.dtype) in found.note
+    assert (
+        not found.equal
+        and str(list(theirs.shape)) in found.note
+        and str(theirs.dtype) in found.note
+    )
 
 
 def test_a_nan_is_never_equal() -> None:
@@ -282,7 +305,12 @@ def test_the_verdict_names_the_first_difference() -> None:
     bad = Difference("eager", "image", "blocks.1.hook_resid_mid", 0.25, 3, 8)
     assert "Equal to the last bit: 1 values in 1 runs" in checking.verdict([good])
     told = checking.verdict([good, bad])
-    assert "blocks.1.hook_resid_mid" in told and "'image'" in told and "3 of 8" in told and "0.25" in told
+    assert (
+        "blocks.1.hook_resid_mid" in told
+        and "'image'" in told
+        and "3 of 8" in told
+        and "0.25" in told
+    )
     lines = checking.table([good, bad]).splitlines()
     assert lines[1].split() == ["hook_embed", "0", "0", "of", "8"]
     assert lines[2].split() == ["blocks.{i}.hook_resid_mid", "0.25", "3", "of", "8"]
@@ -291,19 +319,18 @@ def test_the_verdict_names_the_first_difference() -> None:
 # -- the command --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_check_of_f_is_equal(f_folder: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checking.run(f_folder, dtype=dtype, progress=False) == 0
-    told = capsys.readouterr().out
-    assert (
-        "Equal to the last bit" in told and "blocks.{i}.attn.hook_pattern" in told and "hook_logits" in told
-    )
+@pytest.fixture(scope="module")
+def rows_of_f(f_folder: Path) -> list[Difference]:
+    return checking.check(f_folder, progress=False)
 
 
-def test_check_runs_every_medium_padding_and_attention(f_folder: Path) -> None:
-    rows = checking.check(f_folder, progress=False)
-    assert {row.attn for row in rows} == {"sdpa", "eager"}
-    points = {row.name for row in rows}
+def test_check_of_f_is_equal(rows_of_f: list[Difference]) -> None:
+    assert rows_of_f and [row for row in rows_of_f if not row.equal] == []
+
+
+def test_check_runs_every_medium_padding_and_attention(rows_of_f: list[Difference]) -> None:
+    assert {row.attn for row in rows_of_f} == {"sdpa", "eager"}
+    points = {row.name for row in rows_of_f}
     for name in (
         "vision.hook_image_features",
         "video.hook_video_features",
@@ -311,9 +338,27 @@ def test_check_runs_every_medium_padding_and_attention(f_folder: Path) -> None:
         "hook_logits",
     ):
         assert name in points
-    labels = {row.prompt for row in rows}
-    assert {"batch, padded left", "batch, padded right", "longer than the window", "image", "video"} <= labels
+    labels = {row.prompt for row in rows_of_f}
+    assert {
+        "batch, padded left",
+        "batch, padded right",
+        "longer than the window",
+        "image",
+        "video",
+    } <= labels
     assert any("audio" in label for label in labels)
+
+
+def test_the_command_prints_every_point_and_returns_zero(
+    f_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checking.run(f_folder, dtype="bfloat16", attn="eager", progress=False) == 0
+    told = capsys.readouterr().out
+    assert (
+        "Equal to the last bit" in told
+        and "blocks.{i}.attn.hook_pattern" in told
+        and "hook_logits" in told
+    )
 
 
 def test_check_of_a_text_only_checkpoint_is_equal(tmp_path: Path) -> None:
@@ -348,7 +393,9 @@ def test_check_finds_a_wrong_weight(
     ("options", "told"),
     [({"dtype": "int8"}, "int8"), ({"attn": "flash"}, "flash")],
 )
-def test_check_refuses_what_it_cannot_run(f_folder: Path, options: dict[str, str], told: str) -> None:
+def test_check_refuses_what_it_cannot_run(
+    f_folder: Path, options: dict[str, str], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         checking.run(f_folder, **options, progress=False)
 

@@ -10,17 +10,25 @@ import contextlib
 import functools
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fixtures
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
 
 from lens_gemma4 import HookedModel
-from lens_gemma4.check import compare, difference_of_values, load_reference, run_reference, shown_points
+from lens_gemma4.check import (
+    compare,
+    difference_of_values,
+    load_reference,
+    run_reference,
+    shown_points,
+)
 from lens_gemma4.config import HookedConfig
 
 N_SMALL, N_WHOLE, N_FLOAT16 = 24, 220, 20
@@ -29,7 +37,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_ours(folder: Path, dtype: torch.dtype, attn: str, **kwargs: Any) -> HookedModel:
     warned = (
-        pytest.warns(UserWarning, match="float16") if dtype == torch.float16 else contextlib.nullcontext()
+        pytest.warns(UserWarning, match="float16")
+        if dtype == torch.float16
+        else contextlib.nullcontext()
     )
     with warned:
         return HookedModel.from_pretrained(folder, dtype=dtype, attn_implementation=attn, **kwargs)
@@ -75,6 +85,15 @@ def assert_finds_one_bit(
     assert first.name == f"blocks.{len(model.blocks) // 2}.hook_resid_post"
 
 
+@pytest.fixture
+def unchecked_annotations() -> Iterator[None]:
+    """Checking every annotation takes ten times as long as the model: the small set does it, the whole need not."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
 def config_of(seed: int) -> dict[str, Any]:
     return fixtures.random_config(random.Random(seed))
 
@@ -103,6 +122,7 @@ def test_a_random_checkpoint_is_equal(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(N_WHOLE))
@@ -116,6 +136,7 @@ def test_every_random_checkpoint_is_equal(seed: int, dtype: str, attn: str, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("seed", range(N_FLOAT16))
 def test_float16_is_equal(seed: int, attn: str, tmp_path: Path) -> None:
@@ -153,7 +174,9 @@ def features(n: int) -> dict[str, int]:
             "full kv heads of their own": full.n_key_value_heads != cfg.n_key_value_heads,
             "full kv heads of their own, k != v": not full.k_eq_v
             and full.n_key_value_heads != cfg.n_key_value_heads,
-            "own rope": any(layer.rotary.theta not in (10_000.0, 1_000_000.0) for layer in cfg.layers),
+            "own rope": any(
+                layer.rotary.theta not in (10_000.0, 1_000_000.0) for layer in cfg.layers
+            ),
         }
         for feature, present in has.items():
             found[feature] = found.get(feature, 0) + present
@@ -168,7 +191,9 @@ def test_the_configurations_cover_every_feature(n: int) -> None:
         "full kv heads of their own, k != v": fixtures.READS_PER_LAYER_CONFIG,
         "no sliding block": n == N_WHOLE,
     }
-    missing = [feature for feature, count in found.items() if count == 0 and rare.get(feature, True)]
+    missing = [
+        feature for feature, count in found.items() if count == 0 and rare.get(feature, True)
+    ]
     assert not missing
     for values in (fixtures.DIALECTS, ("None", "vision", "all")):
         word = "dialect" if values == fixtures.DIALECTS else "bidirectional"
@@ -194,7 +219,10 @@ def f_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_f_is_equal_on_text_and_image(f_folder: Path, dtype: str, attn: str) -> None:
-    hf, model = load_reference(f_folder, DTYPES[dtype], attn), load_ours(f_folder, DTYPES[dtype], attn)
+    hf, model = (
+        load_reference(f_folder, DTYPES[dtype], attn),
+        load_ours(f_folder, DTYPES[dtype], attn),
+    )
     for inputs in (fixtures.p_inputs(), fixtures.img_inputs()):
         assert_equal(model, hf, inputs)
 
@@ -209,7 +237,10 @@ def test_shared_storage_is_equal(f_folder: Path, attn: str) -> None:
 
 def test_a_layer_scalar_left_at_one_is_found(f_folder: Path) -> None:
     """What a loader that reads parameters and forgets buffers would do."""
-    hf, model = load_reference(f_folder, torch.float32, "sdpa"), load_ours(f_folder, torch.float32, "sdpa")
+    hf, model = (
+        load_reference(f_folder, torch.float32, "sdpa"),
+        load_ours(f_folder, torch.float32, "sdpa"),
+    )
     values, blind = reference(hf, fixtures.p_inputs())
     model.blocks[0].layer_scalar = torch.ones(1)
     _, cache = model.run_with_cache(**fixtures.p_inputs())
@@ -225,14 +256,23 @@ def test_a_layer_scalar_left_at_one_is_found(f_folder: Path) -> None:
 )
 def test_token_types_derived_from_ids_equal_given_ones(kind: str, tmp_path: Path) -> None:
     config = fixtures.random_config(
-        random.Random(5), wrapper=True, vision=True, audio=True, use_bidirectional_attention="vision"
+        random.Random(5),
+        wrapper=True,
+        vision=True,
+        audio=True,
+        use_bidirectional_attention="vision",
     )
     folder = fixtures.make_checkpoint(config, tmp_path, torch.float32, 5)
-    hf, model = load_reference(folder, torch.float32, "sdpa"), load_ours(folder, torch.float32, "sdpa")
+    hf, model = (
+        load_reference(folder, torch.float32, "sdpa"),
+        load_ours(folder, torch.float32, "sdpa"),
+    )
     inputs = fixtures.random_inputs(random.Random(7), config, kind)
     without = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
     assert_equal(model, hf, inputs, given=without)
-    if kind != "audio":  # the control: transformers itself, not told the types, reads images as causal text
+    if (
+        kind != "audio"
+    ):  # the control: transformers itself, not told the types, reads images as causal text
         values, blind = reference(hf, without)
         _, cache = model.run_with_cache(**without)
         first = difference_of_values(cache, values, blind)
@@ -244,7 +284,10 @@ def test_token_types_derived_from_ids_equal_given_ones(kind: str, tmp_path: Path
 
 def test_video_by_frames_and_by_videos_are_equal(f_folder: Path) -> None:
     """5.24's processor gives frames and their counts, 5.10's one axis more and no counts."""
-    hf, model = load_reference(f_folder, torch.float32, "eager"), load_ours(f_folder, torch.float32, "eager")
+    hf, model = (
+        load_reference(f_folder, torch.float32, "eager"),
+        load_ours(f_folder, torch.float32, "eager"),
+    )
     inputs = fixtures.random_inputs(random.Random(3), fixtures.F_CONFIG, "video")
     by_video = dict(inputs)
     counts = by_video.pop("num_frames_per_video")
@@ -269,7 +312,9 @@ def masks_for_generate(hf: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     ids = inputs["input_ids"]
     return type(hf).create_masks_for_generate(
         hf.config,
-        inputs_embeds=torch.zeros(*ids.shape, hf.config.get_text_config().hidden_size, dtype=hf.dtype),
+        inputs_embeds=torch.zeros(
+            *ids.shape, hf.config.get_text_config().hidden_size, dtype=hf.dtype
+        ),
         attention_mask=inputs.get("attention_mask"),
         cache=None,
         position_ids=torch.arange(ids.shape[1])[None],
@@ -281,7 +326,15 @@ def masks_for_generate(hf: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "kind",
-    ["short image", "long image", "two images", "adjacent images", "image batch", "video", "everything"],
+    [
+        "short image",
+        "long image",
+        "two images",
+        "adjacent images",
+        "image batch",
+        "video",
+        "everything",
+    ],
 )
 def test_windowed_images_equal_the_masks_of_generate(kind: str, attn: str, tmp_path: Path) -> None:
     """transformers' own forward under the masks its static-cache generation builds, beside `image_mask="windowed"`."""
