@@ -269,7 +269,11 @@ class HookedConfig:
             layers=layers,
             pad_token_id=text["pad_token_id"],
             bos_token_id=text["bos_token_id"],
-            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+            eos_token_ids=tuple(eos)
+            if isinstance(eos, (list, tuple))
+            else ()
+            if eos is None
+            else (eos,),
             image_token_id=tokens.get("image_token_id"),
             audio_token_id=tokens.get("audio_token_id"),
             video_token_id=tokens.get("video_token_id"),
@@ -287,7 +291,10 @@ class HookedConfig:
         raw = copy.deepcopy(self.raw)
         text = raw["text_config"] if self.is_wrapper else raw
         overrides = {
-            str(layer.index): {"head_dim": layer.d_head, "num_key_value_heads": layer.n_key_value_heads}
+            str(layer.index): {
+                "head_dim": layer.d_head,
+                "num_key_value_heads": layer.n_key_value_heads,
+            }
             for layer in self.layers
             if (layer.d_head, layer.n_key_value_heads) != (self.d_head, self.n_key_value_heads)
         }  # empty where all are alike, which must be said too: without it transformers makes full heads 512 wide
@@ -354,7 +361,13 @@ def _refuse_unknown_computation(given: Mapping[str, Any], prefix: str) -> None:
 
 def _layers(text: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     n_layers = _positive(text, "num_hidden_layers")
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "sliding_window"):
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+        "sliding_window",
+    ):
         _positive(text, name)
     _above_zero(text, "rms_norm_eps")
     if text["final_logit_softcapping"] is not None:
@@ -406,26 +419,40 @@ def _direction(text: Mapping[str, Any]) -> None:
     """Which way tokens see: transformers also keeps it as `is_causal`, which decides if a file holds it."""
     way, causal = text["use_bidirectional_attention"], text.get("is_causal")
     if way not in (None, "vision", "all"):
-        raise ConfigError(f"use_bidirectional_attention is {way!r}; known are null, 'vision' and 'all'")
+        raise ConfigError(
+            f"use_bidirectional_attention is {way!r}; known are null, 'vision' and 'all'"
+        )
     if causal is not None and causal is not (way != "all"):
-        raise ConfigError(f"is_causal is {causal!r}, but use_bidirectional_attention {way!r} says otherwise: remove one")
+        raise ConfigError(
+            f"is_causal is {causal!r}, but use_bidirectional_attention {way!r} says otherwise: remove one"
+        )
 
 
 def _kinds(text: Mapping[str, Any], n_layers: int) -> list[Literal["sliding", "full"]]:
     """Block types; missing ones mean five sliding, one full. The last block is always full."""
     types = text["layer_types"]
     if types is None:
-        types = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layers)]
+        types = [
+            "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layers)
+        ]
     if len(types) != n_layers:
-        raise ConfigError(f"layer_types names {len(types)} blocks, num_hidden_layers says {n_layers}")
+        raise ConfigError(
+            f"layer_types names {len(types)} blocks, num_hidden_layers says {n_layers}"
+        )
     if unknown := sorted(set(types) - set(ROPE_DEFAULTS)):
-        raise ConfigError(f"layer_types holds {unknown}; known are sliding_attention and full_attention")
-    kinds: list[Literal["sliding", "full"]] = ["full" if t == "full_attention" else "sliding" for t in types]
+        raise ConfigError(
+            f"layer_types holds {unknown}; known are sliding_attention and full_attention"
+        )
+    kinds: list[Literal["sliding", "full"]] = [
+        "full" if t == "full_attention" else "sliding" for t in types
+    ]
     kinds[-1] = "full"
     return kinds
 
 
-def _block_sizes(text: Mapping[str, Any], kinds: list[Literal["sliding", "full"]]) -> list[dict[str, int]]:
+def _block_sizes(
+    text: Mapping[str, Any], kinds: list[Literal["sliding", "full"]]
+) -> list[dict[str, int]]:
     """Head size and key/value heads of each block, from either dialect."""
     usual = {name: _positive(text, name) for name in PER_LAYER_FIELDS}
     hub = dict(usual, head_dim=text.get("global_head_dim", 512) or usual["head_dim"])
@@ -438,8 +465,13 @@ def _block_sizes(text: Mapping[str, Any], kinds: list[Literal["sliding", "full"]
     for kind in ("sliding", "full"):
         of_kind = [size for size, k in zip(sizes, kinds, strict=True) if k == kind]
         if any(size != of_kind[0] for size in of_kind):
-            raise ConfigError(f"per_layer_config gives {kind} blocks unlike sizes; blocks of one type share theirs")
-    for name, hub_name in (("head_dim", "global_head_dim"), ("num_key_value_heads", "num_global_key_value_heads")):
+            raise ConfigError(
+                f"per_layer_config gives {kind} blocks unlike sizes; blocks of one type share theirs"
+            )
+    for name, hub_name in (
+        ("head_dim", "global_head_dim"),
+        ("num_key_value_heads", "num_global_key_value_heads"),
+    ):
         if text.get(hub_name) is not None and sizes[-1][name] != hub[name]:
             raise ConfigError(
                 f"per_layer_config gives full blocks a {name} of {sizes[-1][name]}, but {hub_name} is {text[hub_name]}, "
@@ -462,7 +494,9 @@ def _overrides(given: Any, n_layers: int) -> dict[int, dict[str, int]]:
         if not isinstance(entry, Mapping):
             raise ConfigError(f"per_layer_config[{key!r}] is {entry!r}, not an object")
         if unknown := sorted(set(entry) - set(PER_LAYER_FIELDS)):
-            raise ConfigError(f"per_layer_config[{key!r}] overrides {unknown}; only {list(PER_LAYER_FIELDS)} may differ")
+            raise ConfigError(
+                f"per_layer_config[{key!r}] overrides {unknown}; only {list(PER_LAYER_FIELDS)} may differ"
+            )
         overrides[int(key)] = {name: _positive(entry, name) for name in entry}
     return overrides
 
@@ -471,22 +505,36 @@ def _rotary(text: Mapping[str, Any], kind: str) -> RotaryConfig:
     given = ROPE_DEFAULTS if text["rope_parameters"] is None else text["rope_parameters"]
     rope: Any = given.get(f"{kind}_attention") if isinstance(given, Mapping) else None
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
-        raise ConfigError(f"rope_parameters has no rope_theta for {kind}_attention, which this model's blocks need")
+        raise ConfigError(
+            f"rope_parameters has no rope_theta for {kind}_attention, which this model's blocks need"
+        )
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ("default", "proportional"):
-        raise ConfigError(f"rope_type of {kind}_attention is {rope_type!r}; computed are 'default' and 'proportional'")
+        raise ConfigError(
+            f"rope_type of {kind}_attention is {rope_type!r}; computed are 'default' and 'proportional'"
+        )
     if rope.get("factor", 1.0) not in (1, None):
-        raise ConfigError(f"the rope factor of {kind}_attention is {rope['factor']!r}; computed is 1 only")
+        raise ConfigError(
+            f"the rope factor of {kind}_attention is {rope['factor']!r}; computed is 1 only"
+        )
     fraction: Any = rope.get("partial_rotary_factor", 1.0) if rope_type == "proportional" else 1.0
     if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise ConfigError(f"partial_rotary_factor of {kind}_attention is {fraction!r}; it is a share of the head, 0 to 1")
+        raise ConfigError(
+            f"partial_rotary_factor of {kind}_attention is {fraction!r}; it is a share of the head, 0 to 1"
+        )
     return RotaryConfig(theta=_above_zero(rope, "rope_theta"), fraction=float(fraction))
 
 
-def _lenders(kinds: list[Literal["sliding", "full"]], n_shared: int) -> list[int | None]:
+def _lenders(kinds: list[Literal["sliding", "full"]], n_shared: Any) -> list[int | None]:
     """The last `n_shared` blocks borrow from the last unshared block of their own type."""
-    if not isinstance(n_shared, int) or isinstance(n_shared, bool) or not 0 <= n_shared < len(kinds):
-        raise ConfigError(f"num_kv_shared_layers is {n_shared}; it must be at least 0 and below the {len(kinds)} blocks")
+    if (
+        not isinstance(n_shared, int)
+        or isinstance(n_shared, bool)
+        or not 0 <= n_shared < len(kinds)
+    ):
+        raise ConfigError(
+            f"num_kv_shared_layers is {n_shared}; it must be at least 0 and below the {len(kinds)} blocks"
+        )
     first = len(kinds) - n_shared
     own = {kind: index for index, kind in enumerate(kinds[:first])}
     if n_shared and (missing := set(kinds) - set(own)):
@@ -514,7 +562,9 @@ def _vision(given: Mapping[str, Any] | None) -> VisionConfig | None:
         raise ConfigError(
             f"vision_config.model_patch_size is {given['model_patch_size']}, but patch_size x pooling_kernel_size is {patch}"
         )
-    return VisionConfig(patch, vision["mm_embed_dim"], vision["mm_posemb_size"], _above_zero(vision, "rms_norm_eps"))
+    return VisionConfig(
+        patch, vision["mm_embed_dim"], vision["mm_posemb_size"], _above_zero(vision, "rms_norm_eps")
+    )
 
 
 def _audio(given: Mapping[str, Any] | None) -> AudioConfig | None:
@@ -523,8 +573,12 @@ def _audio(given: Mapping[str, Any] | None) -> AudioConfig | None:
     _refuse_unknown_computation(given, "audio_config.")
     # transformers keeps one number under four names.
     names = ("audio_embed_dim", "hidden_size", "output_proj_dims", "audio_samples_per_token")
-    stated = {name: given[name] for name in names if name in given} or {"audio_embed_dim": AUDIO_DEFAULTS["audio_embed_dim"]}
+    stated = {name: given[name] for name in names if name in given} or {
+        "audio_embed_dim": AUDIO_DEFAULTS["audio_embed_dim"]
+    }
     if len(set(stated.values())) > 1:
-        raise ConfigError(f"audio_config states one frame size under several names, and they differ: {stated}")
+        raise ConfigError(
+            f"audio_config states one frame size under several names, and they differ: {stated}"
+        )
     size = _positive(stated, next(iter(stated)))
     return AudioConfig(size, _above_zero({**AUDIO_DEFAULTS, **given}, "rms_norm_eps"))
