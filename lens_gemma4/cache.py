@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -91,11 +91,10 @@ class ActivationCache(Mapping[str, Any]):
         if row is None and plain in names.SHORT:
             return f"{key!r} is in every block: say which, cache[{plain!r}, 0] (-1 is the last)."
         _, index = names.split(plain)
-        outside = index is not None and not 0 <= index < self.cfg.n_layers
-        if (
-            row is None
-            or outside
-            or names.absent(row, self.cfg, None if index is None else self.cfg.layer(index))
+        if index is not None and not 0 <= index < self.cfg.n_layers:
+            return f"{key!r}: this model has blocks 0 to {self.cfg.n_layers - 1}."
+        if row is None or names.absent(
+            row, self.cfg, None if index is None else self.cfg.layer(index)
         ):
             return names.unknown(plain, [known for known, _ in names.points(self.cfg)], self.cfg)
         close = difflib.get_close_matches(name, self.cache_dict, n=1)
@@ -271,7 +270,7 @@ class ActivationCache(Mapping[str, Any]):
         self,
         layer: int | None = None,
         mlp_input: bool = False,
-        mode: Literal["all", "attn", "mlp"] = "all",
+        mode: str = "all",
         apply_ln: bool = False,
         pos_slice: Slice | SliceInput = None,
         incl_embeds: bool = True,
