@@ -16,7 +16,7 @@ from torch import Tensor
 from lens_gemma4 import attribution, names
 from lens_gemma4.config import HookedConfig
 from lens_gemma4.errors import HookNameError
-from lens_gemma4.utils import Slice, SliceInput
+from lens_gemma4.utils import Slice
 
 GRAD = "_grad"  # what `incl_bwd` adds to a value's name
 TOLD = 8  # kinds of values that an error lists
@@ -169,7 +169,7 @@ class ActivationCache(Mapping[str, Any]):
             self.cache_dict, self.derived, self.has_batch_dim = one.cache_dict, one.derived, False
         return self
 
-    def apply_slice_to_batch_dim(self, batch_slice: Slice | SliceInput) -> ActivationCache:
+    def apply_slice_to_batch_dim(self, batch_slice: Any) -> ActivationCache:
         """Another cache with some rows of the batch; an int drops the axis.
 
         Media values, which have no batch axis, stay as they are, and so does `input_size`.
@@ -240,7 +240,7 @@ class ActivationCache(Mapping[str, Any]):
         self,
         layer: int | None = None,
         incl_mid: bool = False,
-        pos_slice: Slice | SliceInput = None,
+        pos_slice: Any = None,
         return_labels: bool = False,
     ) -> (
         Float[Tensor, "component *axes d_model"]
@@ -251,7 +251,7 @@ class ActivationCache(Mapping[str, Any]):
         Args:
             layer: where the last one is taken: entering that block, or (None, -1) after the last block.
             incl_mid: also between attention and MLP.
-            pos_slice: positions.
+            pos_slice: positions: a `Slice` or what makes one; an int drops the axis.
             return_labels: also "0_pre", "0_mid", ..., "final_post".
         """
         end = self._up_to(layer)
@@ -272,7 +272,7 @@ class ActivationCache(Mapping[str, Any]):
         mlp_input: bool = False,
         mode: str = "all",
         apply_ln: bool = False,
-        pos_slice: Slice | SliceInput = None,
+        pos_slice: Any = None,
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> (
@@ -290,7 +290,7 @@ class ActivationCache(Mapping[str, Any]):
             mode: "all", or only "attn" or "mlp" (beside block 0's input).
             apply_ln: show them as the norm that reads this stream passes them on, its scale held at the run's
                 (`apply_ln_to_stack`).
-            pos_slice: positions.
+            pos_slice: positions: a `Slice` or what makes one; an int drops the axis.
             incl_embeds: begin with block 0's input, media rows included.
             return_labels: also "0_pre", "0_attn_out", "0_mlp_out", ...
 
@@ -336,7 +336,7 @@ class ActivationCache(Mapping[str, Any]):
         residual_stack: Float[Tensor, "component *axes d_model"],
         layer: int | None = None,
         mlp_input: bool = False,
-        pos_slice: Slice | SliceInput = None,
+        pos_slice: Any = None,
     ) -> Float[Tensor, "component *axes d_model"]:
         """Parts of the stream as the norm that reads it passes them on: over the run's scale, times the gain.
 
@@ -366,7 +366,7 @@ def _is_batched(name: str) -> bool:
     return row is None or row.axes.startswith("batch")
 
 
-def _positions(pos_slice: Slice | SliceInput) -> Callable[[Tensor], Tensor]:
+def _positions(pos_slice: Any) -> Callable[[Tensor], Tensor]:
     """Takes positions of a stream tensor `[... pos d]`."""
     chosen = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
     return lambda value: chosen.apply(value, dim=-2)
