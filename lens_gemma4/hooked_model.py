@@ -331,12 +331,12 @@ class HookedModel(TextInputs, Gemma4):
         """Next-token loss in nats, float32, over targets that are neither padding nor placeholders."""
         if tokens is None:
             raise ValueError("a loss needs the ids that were run: give input_ids beside inputs_embeds or the stream")
-        counts = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        words = torch.ones_like(tokens, dtype=torch.bool)
         for token in (self.cfg.image_token_id, self.cfg.video_token_id, self.cfg.audio_token_id):
             if token is not None:
-                counts = counts & (tokens != token)
-        safe = torch.where(counts, tokens, 0)  # placeholders may lie outside the vocabulary
-        return lm_cross_entropy_loss(logits.float(), safe, counts, per_token)
+                words = words & (tokens != token)
+        safe = torch.where(words, tokens, 0)  # placeholders may lie outside the vocabulary
+        return lm_cross_entropy_loss(logits.float(), safe, attention_mask, per_token, targets=words)
 
     @contextmanager
     def _finite_or_error(self, wanted: bool) -> Iterator[None]:
@@ -648,7 +648,7 @@ def _slicer(pos_slice: Any) -> Callable[[Tensor, str], Tensor] | None:
     """Keep some positions of every value that has a position axis, as a copy of its own."""
     if pos_slice is None:
         return None
-    chosen = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
+    chosen = Slice.unwrap(pos_slice)
 
     def keep(value: Tensor, axes: str) -> Tensor:
         words = axes.split()

@@ -6,7 +6,8 @@ itself. Ids are never touched. Tokenizer and processor objects are never changed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import wave
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,16 +18,15 @@ from torch import Tensor
 from lens_gemma4.config import HookedConfig
 
 if TYPE_CHECKING:
-    PaddingSide = Literal["left", "right"]
-else:
-    PaddingSide = str
+    import numpy
 
-SAMPLE_RATE = 16_000
-FEWEST_SAMPLED_FRAMES = 32  # the video processor samples this many and refuses fewer
+PaddingSide = Literal["left", "right"]
+SAMPLE_RATE = 16_000  # the extractor cuts frames of 640 samples and does not ask for the rate
+PCM_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of a sample in a WAV file
 
 
 class TextInputs:
-    """The part of `HookedModel` that speaks text: it needs `cfg`, `folder`, `device` and `W_U`."""
+    """The part of `HookedModel` that speaks text. It needs `cfg`, `folder`, `device` and `W_U` of the other part."""
 
     cfg: HookedConfig
     folder: Path | None
@@ -39,111 +39,140 @@ class TextInputs:
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the checkpoint, loaded when first needed; None when it has none."""
         if "_tokenizer" not in self.__dict__:
-            has_one = self.folder is not None and (self.folder / "tokenizer_config.json").is_file()
-            self.__dict__["_tokenizer"] = _load("AutoTokenizer", self.folder) if has_one else None
-        return self.__dict__["_tokenizer"]
+            self._tokenizer = load_tokenizer(self.folder)
+        return self._tokenizer
 
     @property
     def processor(self) -> Any:
         """transformers' processor of the checkpoint, for images, audio and video; None when it has none."""
         if "_processor" not in self.__dict__:
-            files = ("processor_config.json", "preprocessor_config.json")
-            has_one = self.folder is not None and any((self.folder / name).is_file() for name in files)
-            self.__dict__["_processor"] = _load("AutoProcessor", self.folder) if has_one else None
-        return self.__dict__["_processor"]
+            self._processor = load_processor(self.folder)
+        return self._processor
 
-    def set_tokenizer(self, tokenizer: Any, default_padding_side: PaddingSide | None = None) -> None:
+    def set_tokenizer(
+        self, tokenizer: Any, default_padding_side: PaddingSide | None = None
+    ) -> None:
         """Use another tokenizer; the object is not changed.
+
+        A processor brings a tokenizer of its own: to use images, audio or video with another one, call
+        `set_processor` with a processor that holds it.
+
+        Args:
+            default_padding_side: what `padding_side=None` means from now on; None is the tokenizer's own.
 
         Raises:
             ValueError: it has more words than the model.
         """
-        if len(tokenizer) > self.cfg.d_vocab:
-            raise ValueError(f"the tokenizer has {len(tokenizer)} words, the model {self.cfg.d_vocab}: it is another model's")
-        self.__dict__["_tokenizer"] = tokenizer
-        self.__dict__["_padding_side"] = default_padding_side
+        _check_side(default_padding_side)
+        if (
+            tokenizer.vocab_size > self.cfg.d_vocab
+        ):  # added tokens aside: a placeholder needs no embedding
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} words, the model {self.cfg.d_vocab}: it is another model's"
+            )
+        if tokenizer is not self.__dict__.get("_tokenizer"):
+            self._processor, self._text_to_save = None, tokenizer
+        self._tokenizer = tokenizer
+        self._padding_side = default_padding_side
+
+    def set_processor(self, processor: Any) -> None:
+        """Use another processor, and the tokenizer in it; the object is not changed."""
+        self.set_tokenizer(processor.tokenizer)
+        self._processor = self._text_to_save = processor
+
+    def save_text_files(self, folder: str | Path) -> None:
+        """Write the tokenizer and processor that were set; a checkpoint's own are files, and are copied as they are."""
+        from lens_gemma4.loading import copy_text_files
+
+        if self.folder is not None:
+            copy_text_files(self.folder, Path(folder))
+        if "_text_to_save" in self.__dict__:
+            self._text_to_save.save_pretrained(folder)
 
     def _tokenizer_or_error(self) -> Any:
         if self.tokenizer is None:
-            where = f"{self.folder} holds no tokenizer" if self.folder else "this model was not loaded from a folder"
-            raise ValueError(f"text needs a tokenizer, and {where}: give ids, or call set_tokenizer(tokenizer)")
+            where = (
+                f"{self.folder} holds none"
+                if self.folder
+                else "this model was not loaded from a folder"
+            )
+            raise ValueError(
+                f"text needs a tokenizer, and {where}: give ids, or call set_tokenizer(tokenizer)"
+            )
         return self.tokenizer
+
+    def _processor_or_error(self) -> Any:
+        if self.processor is None:
+            where = "it was loaded with none, or its tokenizer was replaced"
+            raise ValueError(
+                f"images, audio and video beside text need a transformers processor, and this model has none ({where}): "
+                "call set_processor(processor), or give the tensors that a processor returns"
+            )
+        return self.processor
 
     @property
     def bos_token_id(self) -> int:
+        """The tokenizer's BOS, else config.json's.
+
+        Raises:
+            ValueError: neither names one.
+        """
         found = getattr(self.tokenizer, "bos_token_id", None)
         found = self.cfg.bos_token_id if found is None else found
         if found is None:
-            raise ValueError("neither the tokenizer nor config.json names a BOS token: pass prepend_bos=False")
+            raise ValueError(
+                "neither the tokenizer nor config.json names a BOS token: pass prepend_bos=False"
+            )
         return found
 
     @property
     def image_token(self) -> str:
         """The placeholder to write into a prompt for each image."""
-        return self._media_token("image_token")
+        return self._placeholder("image_token")
 
     @property
     def audio_token(self) -> str:
-        return self._media_token("audio_token")
+        """The placeholder to write into a prompt for each clip of sound."""
+        return self._placeholder("audio_token")
 
     @property
     def video_token(self) -> str:
-        return self._media_token("video_token")
+        """The placeholder to write into a prompt for each video."""
+        return self._placeholder("video_token")
 
-    def _media_token(self, name: str) -> str:
-        return getattr(self._processor_or_error(), name)
-
-    def _processor_or_error(self) -> Any:
-        if self.processor is None:
+    def _placeholder(self, name: str) -> str:
+        found = getattr(self._processor_or_error(), name, None)
+        if found is None:
             raise ValueError(
-                "images, audio and video in text need the checkpoint's processor, and there is none: "
-                "give the tensors that a transformers processor returns"
+                f"this checkpoint's processor has no {name}: its tokenizer does not name one"
             )
-        return self.processor
+        return found
 
     # -- text -------------------------------------------------------------------------------------------
 
     def encode(
-        self, text: str | Sequence[str], prepend_bos: bool | None = None, padding_side: PaddingSide | None = None
+        self,
+        text: str | Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: PaddingSide | None = None,
+        truncate: bool = False,
     ) -> dict[str, Tensor]:
-        """Ids `[batch pos]`, with an `attention_mask` when rows were padded.
+        """Ids `[batch pos]` on the model's device, with an `attention_mask` when rows were padded.
 
         Args:
-            prepend_bos: None and True give exactly one BOS; False adds none.
+            prepend_bos: None and True give exactly one BOS; False adds none, and keeps one that the text spells out.
             padding_side: "left" or "right"; None is the tokenizer's own.
+            truncate: cut what exceeds the model's positions, in place of an error.
+
+        Raises:
+            ValueError: no tokenizer; a text without any token; more tokens than positions.
         """
-        texts = [text] if isinstance(text, str) else list(text)
-        if not texts or not all(isinstance(t, str) for t in texts):
-            raise TypeError(f"text is a string or a list of strings, got {text!r}")
-        rows = [self._ids_of(t, prepend_bos) for t in texts]
-        if empty := [i for i, row in enumerate(rows) if not row]:
-            raise ValueError(f"text {empty[0]} is empty and prepend_bos is off: there is no token to run")
-        width = max(map(len, rows))
-        if width > self.cfg.n_ctx:
-            raise ValueError(f"the text has {width} tokens; this model has {self.cfg.n_ctx} positions")
-        ids = torch.tensor([self._pad(row, width - len(row), padding_side) for row in rows], device=self.device)
-        if all(len(row) == width for row in rows):
-            return {"input_ids": ids}
-        ones = [self._pad([1] * len(row), width - len(row), padding_side, 0) for row in rows]
-        return {"input_ids": ids, "attention_mask": torch.tensor(ones, device=self.device)}
-
-    def _ids_of(self, text: str, prepend_bos: bool | None) -> list[int]:
-        ids = list(self._tokenizer_or_error()(text, add_special_tokens=False)["input_ids"])
-        if prepend_bos is False:
-            return ids
-        bos = self.bos_token_id
-        while ids and ids[0] == bos:  # written out in the text
-            ids.pop(0)
-        return [bos, *ids]
-
-    def _pad(self, row: list[int], n: int, side: PaddingSide | None, value: int | None = None) -> list[int]:
-        if side not in (None, "left", "right"):
-            raise ValueError(f"padding_side is {side!r}; use 'left' or 'right'")
-        tokenizer = self._tokenizer_or_error()
-        if value is None:
-            value = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.cfg.pad_token_id or 0
-        side = side or self.__dict__.get("_padding_side") or tokenizer.padding_side
-        return [value] * n + row if side == "left" else row + [value] * n
+        rows = [self._ids_of(t, prepend_bos) for t in _texts(text)]
+        if truncate:
+            rows = [row[: self.cfg.n_ctx] for row in rows]
+        return {
+            key: value.to(self.device) for key, value in self._batch(rows, padding_side).items()
+        }
 
     def to_tokens(
         self,
@@ -153,93 +182,181 @@ class TextInputs:
         move_to_device: bool = True,
         truncate: bool = False,
     ) -> Int[Tensor, "batch pos"]:
-        """Text to ids. A ragged batch is padded: run it as text, or take `encode`, which also gives the mask.
+        """Text to ids. Several texts are padded to the longest: run them as text, or with the mask that `encode` gives.
 
         Args:
-            truncate: cut to the model's positions in place of an error.
+            prepend_bos, padding_side: as in `encode`.
+            move_to_device: to the model's device, else the CPU.
+            truncate: cut what exceeds the model's positions. TransformerLens does so unasked; here the default
+                is an error.
+
+        >>> model = HookedModel.from_pretrained("tiny")
+        >>> model.to_tokens("The capital of France is").shape
+        torch.Size([1, 6])
         """
-        if truncate:
-            rows = [self._ids_of(t, prepend_bos)[: self.cfg.n_ctx] for t in ([input] if isinstance(input, str) else input)]
-            width = max(map(len, rows))
-            ids = torch.tensor([self._pad(row, width - len(row), padding_side) for row in rows])
-            return ids.to(self.device) if move_to_device else ids
-        ids = self.encode(input, prepend_bos, padding_side)["input_ids"]
+        ids = self.encode(input, prepend_bos, padding_side, truncate)["input_ids"]
         return ids if move_to_device else ids.cpu()
 
-    def to_string(self, tokens: Tensor | Sequence[int] | int) -> str | list[str]:
-        """Ids to text: a string for `[pos]`, a list for `[batch pos]`. Special tokens are shown."""
-        ids = torch.as_tensor(tokens)
-        if ids.ndim > 1:
-            return [str(self.to_string(row)) for row in ids]
-        return self._tokenizer_or_error().decode(ids.reshape(-1).tolist(), clean_up_tokenization_spaces=False)
+    def to_string(self, tokens: Any) -> str | list[Any]:
+        """Ids to text: a string for one id or `[pos]`, a list for `[batch pos]`. Special tokens are shown."""
+        ids = _nested(tokens)
+        if isinstance(ids, list) and ids and isinstance(ids[0], list):
+            return [self.to_string(row) for row in ids]
+        ids = ids if isinstance(ids, list) else [ids]
+        return self._tokenizer_or_error().decode(ids, clean_up_tokenization_spaces=False)
 
     def to_str_tokens(
-        self,
-        input: str | Sequence[str] | Tensor | Sequence[int],
-        prepend_bos: bool | None = None,
-        padding_side: PaddingSide | None = None,
+        self, input: Any, prepend_bos: bool | None = None, padding_side: PaddingSide | None = None
     ) -> list[str] | list[list[str]]:
-        """Each token as a string: a list for one text or `[pos]` (or `[1 pos]`) ids, a list of lists for several."""
+        """Each token as a string, spaces kept.
+
+        Args:
+            input: a text, or ids `[pos]` or `[1 pos]`, gives a list; texts, or ids `[batch pos]`, give a list of lists,
+                padding left out for texts.
+            padding_side: of no effect, as nothing is padded; for TransformerLens's signature.
+
+        >>> HookedModel.from_pretrained("tiny").to_str_tokens("The capital of France")
+        ['<bos>', 'The', ' capital', ' of', ' France']
+        """
         if isinstance(input, str):
-            return [self.to_single_str_token(i) for i in self._ids_of(input, prepend_bos)]
-        if not isinstance(input, Tensor) and len(input) and isinstance(input[0], str):
-            return [[self.to_single_str_token(i) for i in self._ids_of(str(t), prepend_bos)] for t in input]
-        ids = torch.as_tensor(input)
-        if ids.ndim == 2 and len(ids) > 1:
-            return [[self.to_single_str_token(int(i)) for i in row] for row in ids]
-        return [self.to_single_str_token(int(i)) for i in ids.reshape(-1)]
+            return self._words(self._ids_of(input, prepend_bos))
+        rows = _nested(input)
+        if rows and isinstance(rows, list) and isinstance(rows[0], str):
+            return [self._words(self._ids_of(text, prepend_bos)) for text in rows]
+        if not (rows and isinstance(rows, list) and isinstance(rows[0], list)):
+            return self._words(rows if isinstance(rows, list) else [rows])
+        return self._words(rows[0]) if len(rows) == 1 else [self._words(row) for row in rows]
 
     def to_single_token(self, string: str) -> int:
         """The id of a text that is one token (" Paris", with its space).
 
         Raises:
-            ValueError: it is several tokens; they are listed.
+            ValueError: it is none or several tokens; they are listed.
         """
         ids = self._ids_of(string, prepend_bos=False)
         if len(ids) != 1:
-            parts = [self.to_single_str_token(i) for i in ids]
-            raise ValueError(f"{string!r} is {len(ids)} tokens, {parts}: give one (mind the space in front)")
+            raise ValueError(
+                f"{string!r} is {len(ids)} tokens, {self._words(ids)}, where one is needed: mind the space in front, or "
+                "give an id"
+            )
         return ids[0]
 
     def to_single_str_token(self, int_token: int) -> str:
-        """One id as a string, its leading space kept."""
-        if not 0 <= int_token < self.cfg.d_vocab:
-            raise ValueError(f"{int_token} is no token: this vocabulary has 0 to {self.cfg.d_vocab - 1}")
-        return str(self.to_string([int_token]))
+        """One id as a string, its leading space kept.
+
+        Raises:
+            ValueError: there is no such token.
+        """
+        known = max(self.cfg.d_vocab, len(self._tokenizer_or_error()))
+        if not 0 <= int_token < known:
+            raise ValueError(f"{int_token} is no token: this vocabulary has 0 to {known - 1}")
+        return str(self.to_string(int_token))
 
     def get_token_position(
         self,
         single_token: str | int,
-        input: str | Tensor | Sequence[int],
+        input: Any,
         mode: Literal["first", "last"] = "first",
         prepend_bos: bool | None = None,
         padding_side: PaddingSide | None = None,
     ) -> int:
-        """Where a token stands in a text (BOS counted) or in ids `[pos]`."""
+        """Where a token stands in a text (BOS counted) or in ids `[pos]` or `[1 pos]`.
+
+        Args:
+            padding_side: of no effect on one text; for TransformerLens's signature.
+
+        Raises:
+            ValueError: it does not occur, or `input` is several rows.
+        """
         if mode not in ("first", "last"):
             raise ValueError(f"mode is {mode!r}; use 'first' or 'last'")
-        token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
-        ids = self._ids_of(input, prepend_bos) if isinstance(input, str) else torch.as_tensor(input).reshape(-1).tolist()
+        token = (
+            self.to_single_token(single_token)
+            if isinstance(single_token, str)
+            else int(single_token)
+        )
+        ids = self._ids_of(input, prepend_bos) if isinstance(input, str) else _nested(input)
+        if len(ids) == 1 and isinstance(ids[0], list):
+            ids = ids[0]
+        if any(not isinstance(i, int) for i in ids):
+            raise ValueError(
+                "a position is asked of one text or one row of ids [pos]; several were given"
+            )
         if token not in ids:
-            raise ValueError(f"{self.to_single_str_token(token)!r} ({token}) does not occur in {self.to_string(ids)!r}")
+            raise ValueError(
+                f"{self.to_single_str_token(token)!r} ({token}) does not occur in {self.to_string(ids)!r}"
+            )
         return ids.index(token) if mode == "first" else len(ids) - 1 - ids[::-1].index(token)
 
     def tokens_to_residual_directions(
-        self, tokens: str | int | Int[Tensor, "*axes"]
-    ) -> Float[Tensor, "*axes d_model"]:
-        """The columns of W_U: moving the last norm's output along one moves that token's raw logit."""
+        self, tokens: str | int | Sequence[str] | Int[Tensor, "*axes"]
+    ) -> Float[Tensor, "*out d_model"]:
+        """The columns of W_U: moving the final norm's output along one moves that token's raw logit.
+
+        Args:
+            tokens: a single-token text, an id, a list of such texts, or ids of any shape.
+
+        Returns:
+            `[... d_model]` for ids `[...]`. One id, in whatever shape, gives `[d_model]`, as in TransformerLens.
+        """
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
-        return self.W_U.T[torch.as_tensor(tokens, device=self.device)]
+        elif not isinstance(tokens, (int, Tensor)):
+            tokens = torch.tensor([self.to_single_token(text) for text in tokens])
+        ids = torch.as_tensor(tokens, device=self.device)
+        if bool(((ids < 0) | (ids >= self.cfg.d_vocab)).any()):
+            raise ValueError(
+                f"{ids.tolist()} holds an id that is none: this vocabulary has 0 to {self.cfg.d_vocab - 1}"
+            )
+        return self.W_U.T[ids.reshape(()) if ids.numel() == 1 else ids]  # [... d_model]
 
-    def save_text_files(self, folder: str | Path) -> None:
-        """Write tokenizer and processor: the checkpoint's own files as they are, else what was set."""
-        from lens_gemma4.loading import copy_text_files
+    def _words(self, ids: Sequence[int]) -> list[str]:
+        return [self.to_single_str_token(i) for i in ids]
 
-        if self.folder is not None:
-            copy_text_files(self.folder, Path(folder))
-        elif self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+    def _ids_of(self, text: str, prepend_bos: bool | None) -> list[int]:
+        tokenizer = self._tokenizer_or_error()
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._with_bos(ids, text, prepend_bos)
+
+    def _with_bos(self, ids: list[int], text: str, prepend_bos: bool | None) -> list[int]:
+        """The BOS rule. `ids` are the text's; some tokenizers put a BOS there whatever they are asked."""
+        has_bos = (
+            getattr(self.tokenizer, "bos_token_id", None) is not None
+            or self.cfg.bos_token_id is not None
+        )
+        if prepend_bos is False and not has_bos:
+            return ids
+        bos = self.bos_token_id
+        found = _count_leading(ids, [bos])
+        if prepend_bos is not False:
+            return [bos, *ids[found:]]
+        spelled_out = _count_leading(text, self._tokenizer_or_error().convert_ids_to_tokens(bos))
+        return ids[found - min(found, spelled_out) :]
+
+    def _batch(self, rows: list[list[int]], padding_side: PaddingSide | None) -> dict[str, Tensor]:
+        """Rows as one tensor, and a mask when any was padded."""
+        _check_side(padding_side)
+        if not all(rows):
+            raise ValueError(
+                f"text {rows.index([])} has no token, and prepend_bos is off: there is nothing to run"
+            )
+        width = max(map(len, rows))
+        if width > self.cfg.n_ctx:
+            raise ValueError(
+                f"the text has {width} tokens; this model has {self.cfg.n_ctx} positions"
+            )
+        if all(len(row) == width for row in rows):
+            return {"input_ids": torch.tensor(rows)}
+        tokenizer = self._tokenizer_or_error()
+        pad = self.cfg.pad_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        side = padding_side or self.__dict__.get("_padding_side") or tokenizer.padding_side
+        masks = [[1] * len(row) for row in rows]
+        return {
+            "input_ids": torch.tensor(
+                [_pad(row, width, side, pad or 0) for row in rows]
+            ),  # masked: any id would do
+            "attention_mask": torch.tensor([_pad(mask, width, side, 0) for mask in masks]),
+        }
 
     # -- media ------------------------------------------------------------------------------------------
 
@@ -255,83 +372,275 @@ class TextInputs:
     ) -> dict[str, Any]:
         """Text, with one placeholder for each image, video or clip, as the network's inputs.
 
+        One item or a list, in the order of the placeholders over all texts.
+
         Args:
-            images: PIL images, paths, arrays or tensors; one, or a list in the order of the placeholders.
-            videos: arrays or tensors `[frame height width channel]`, or paths.
-            audio: mono arrays at 16 kHz, `(array, 16000)`, or paths.
+            images: PIL images, paths, or arrays and tensors with 3 channels, first or last: whole numbers 0 to 255 or
+                floats in [0, 1].
+            videos: frames `[frame height width channel]` or `[frame channel height width]`, a list of images, a path,
+                or `(frames, frames per second)`, 24 when not said. The processor samples long ones (32 frames on the
+                12B); shorter ones go in whole.
+            audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Whole numbers are PCM. WAV
+                files are read as they are; of other files transformers mixes the channels and resamples.
+
+        Raises:
+            ValueError: placeholders and media differ in number; a clip of another rate or with several channels.
         """
         if images is None and videos is None and audio is None:
             return dict(self.encode(text, prepend_bos, padding_side))
-        texts = [text] if isinstance(text, str) else list(text)
-        processor = self._processor_or_error()
+        texts = _texts(text)
         media: dict[str, Any] = {}
-        for name, token, given in (
-            ("images", self.image_token, images),
-            ("videos", self.video_token, videos),
-            ("audio", self.audio_token, audio),
-        ):
-            counts = [t.count(token) for t in texts]
-            items = [] if given is None else list(given) if isinstance(given, (list, tuple)) and not _is_clip(given) else [given]
-            if sum(counts) != len(items):
-                raise ValueError(
-                    f"the text holds {sum(counts)} placeholders {token!r} and {len(items)} {name} were given: write one "
-                    f"placeholder for each, e.g. '{token} What is this?'"
-                )
-            if items:
-                media[name] = items
-        if "images" in media:  # the processor wants them row by row
-            flat = iter(media["images"])
-            media["images"] = [[next(flat) for _ in range(t.count(self.image_token))] for t in texts]
-        if "audio" in media:
-            media["audio"] = [_clip(item) for item in media["audio"]]
-        if "videos" in media and any(_frames(v) < FEWEST_SAMPLED_FRAMES for v in media["videos"]):
-            media["do_sample_frames"] = False
-        if padding_side is not None:
-            media["padding_side"] = padding_side
-        # BOS is written into the text, so that the tokenizer's own habits do not matter.
-        bos = "" if prepend_bos is False else self._tokenizer_or_error().bos_token
-        bare = [t if prepend_bos is False else _without_prefix(t, bos) for t in texts]
-        out = processor(text=[bos + t for t in bare], return_tensors="pt", add_special_tokens=False, **media)
-        if bool(out["attention_mask"].all()):
-            out.pop("attention_mask")
-        from lens_gemma4.model import INPUT_KEYS
+        if items := self._matched(texts, "image", _items(images, _never)):
+            flat = map(_image, items)
+            media["images"] = [
+                [next(flat) for _ in range(t.count(self.image_token))] for t in texts
+            ]  # by row
+        if items := self._matched(texts, "video", _items(videos, _is_video)):
+            media |= _video_arguments(items, self._processor_or_error().video_processor.num_frames)
+        if items := self._matched(texts, "audio", _items(audio, _is_clip)):
+            media["audio"] = [_clip(item) for item in items]
+        out = dict(
+            self._processor_or_error()(
+                text=texts, add_special_tokens=False, return_tensors="pt", **media
+            )
+        )
+        ids, masks = out.pop("input_ids"), out.pop("attention_mask")
+        out.pop(
+            "mm_token_type_ids", None
+        )  # the network reads the types off the ids, padded our way below
+        rows = [
+            self._with_bos(row[mask.bool()].tolist(), t, prepend_bos)
+            for t, row, mask in zip(texts, ids, masks, strict=True)
+        ]
+        tensors = self._batch(rows, padding_side) | out
+        return {
+            key: value.to(self.device) if isinstance(value, Tensor) else value
+            for key, value in tensors.items()
+        }
 
-        return {key: value for key, value in out.items() if key in INPUT_KEYS}
+    def _matched(self, texts: list[str], kind: str, items: list[Any]) -> list[Any]:
+        """The items, when there are as many as placeholders."""
+        token = (
+            self._placeholder(f"{kind}_token")
+            if items
+            else getattr(self._processor_or_error(), f"{kind}_token", None)
+        )
+        n = sum(t.count(token) for t in texts) if token else 0
+        if n != len(items):
+            raise ValueError(
+                f"the text holds {n} placeholders {token!r}, and {len(items)} of kind {kind} were given: write one "
+                f"placeholder for each, as in '{token} What is this?'"
+            )
+        return items
 
 
-def _load(kind: str, folder: Path | None) -> Any:
+def load_tokenizer(folder: Path | None) -> Any:
+    """transformers' tokenizer in a checkpoint's folder, without the network; None when there is none."""
+    return _load(
+        "AutoTokenizer", folder, ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    )
+
+
+def load_processor(folder: Path | None) -> Any:
+    """transformers' processor in a checkpoint's folder, without the network; None when there is none."""
+    return _load("AutoProcessor", folder, ("processor_config.json", "preprocessor_config.json"))
+
+
+def _load(kind: str, folder: Path | None, files: Sequence[str]) -> Any:
+    if folder is None or not any((folder / name).is_file() for name in files):
+        return None
     import transformers
 
-    return getattr(transformers, kind).from_pretrained(folder, local_files_only=True)
+    try:
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True)
+    except ImportError as error:  # the image and video processors need pillow and torchvision
+        raise ImportError(f"{folder}: {error}\n  pip install 'lens-gemma4[media]'") from error
 
 
-def _without_prefix(text: str, prefix: str) -> str:
-    while prefix and text.startswith(prefix):
-        text = text[len(prefix) :]
-    return text
+def _texts(text: str | Sequence[str]) -> list[str]:
+    texts = [text] if isinstance(text, str) else list(text)
+    if not texts or not all(isinstance(t, str) for t in texts):
+        raise TypeError(f"text is a string or a list of strings, got {text!r}")
+    return texts
+
+
+def _nested(values: Any) -> Any:
+    """Ids as Python numbers in lists, from tensors, arrays, or lists of these."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return [_nested(value) for value in values] if isinstance(values, (list, tuple)) else values
+
+
+def _count_leading(sequence: Sequence[Any], part: Sequence[Any]) -> int:
+    """How many times `sequence` begins with `part`."""
+    n, size = 0, len(part)
+    while size and sequence[n * size : (n + 1) * size] == part:
+        n += 1
+    return n
+
+
+def _pad(row: list[int], width: int, side: PaddingSide, value: int) -> list[int]:
+    padding = [value] * (width - len(row))
+    return padding + row if side == "left" else row + padding
+
+
+def _check_side(side: Any) -> None:
+    if side not in (None, "left", "right"):
+        raise ValueError(f"padding_side is {side!r}; use 'left' or 'right'")
+
+
+# -- what media may look like ---------------------------------------------------------------------------
+
+
+def _items(given: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+    """One or several media, or rows of several, as a flat list."""
+    if given is None:
+        return []
+    if is_one(given) or not isinstance(given, (list, tuple)):
+        return [given]
+    return [item for inner in given for item in _items(inner, is_one)]
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _with_rate(value: Any) -> bool:
+    """`(array, rate)`, which is one item and no list of two."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float))
 
 
 def _is_clip(value: Any) -> bool:
-    """`(array, rate)`, which is one clip and no list of two."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)
+    """`(array, rate)`, or samples in a list."""
+    return _with_rate(value) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
+    )
+
+
+def _is_video(value: Any) -> bool:
+    """`(frames, rate)`, or frames in a list."""
+    if _with_rate(value):
+        return True
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and (hasattr(value[0], "convert") or getattr(value[0], "ndim", 0) == 3)
+    )
+
+
+def _image(value: Any) -> Any:
+    """What the image processor takes; it divides by 255 and asks no question."""
+    if isinstance(value, (str, Path)):
+        return _path(value)
+    return (
+        value if hasattr(value, "convert") else _pixels(value, 3, "an image")
+    )  # PIL's own goes as it is
+
+
+def _pixels(value: Any, ndim: int, what: str) -> Tensor:
+    """Pixel values from 0 to 255, whole or not."""
+    pixels = torch.as_tensor(value)
+    if pixels.ndim != ndim or 3 not in (pixels.shape[-3], pixels.shape[-1]):
+        axes = "height width 3] or [3 height width]"
+        raise ValueError(
+            f"{what} is {list(pixels.shape)}; needed is [{'frame ' * (ndim - 3)}{axes}. "
+            "Other channels: PIL.Image.fromarray(array).convert('RGB')"
+        )
+    low, high = pixels.aminmax()
+    top = 1 if pixels.is_floating_point() else 255
+    if low < 0 or high > top:
+        raise ValueError(
+            f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; floats are in [0, 1], "
+            "whole numbers 0 to 255"
+        )
+    return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
+
+
+def _video_arguments(items: list[Any], n_sampled: int) -> dict[str, Any]:
+    """The processor's keywords for videos: it samples all of a call or none, and refuses to sample short ones."""
+    pairs = [item if _with_rate(item) else (item, None) for item in items]
+    if all(isinstance(video, (str, Path)) for video, _ in pairs):
+        return {"videos": [_path(video) for video, _ in pairs]}
+    if any(isinstance(video, (str, Path)) for video, _ in pairs):
+        raise ValueError(
+            "videos are files or frames; the processor takes no mixture of them: read the files first"
+        )
+    frames = [_frames(video) for video, _ in pairs]
+    lengths = list(map(len, frames))
+    if min(lengths) < n_sampled < max(lengths):
+        raise ValueError(
+            f"the videos have {lengths} frames: those above {n_sampled} are sampled down to it, shorter ones go in "
+            f"whole, and the processor does one or the other. Cut the long ones: video[:{n_sampled}]"
+        )
+    metadata = [
+        {"total_num_frames": n, "fps": rate, "frames_indices": list(range(n))}
+        for n, (_, rate) in zip(lengths, pairs, strict=True)
+    ]
+    return {
+        "videos": frames,
+        "do_sample_frames": min(lengths) >= n_sampled,
+        "video_metadata": metadata,
+    }
+
+
+def _frames(video: Any) -> Tensor:
+    """Frames `[frame ...]`, from a tensor, an array, or a list of images."""
+    if isinstance(video, (list, tuple)):
+        import numpy as np
+
+        video = np.stack(
+            [np.asarray(f.convert("RGB") if hasattr(f, "convert") else f) for f in video]
+        )
+    return _pixels(video, 4, "a video")
 
 
 def _clip(value: Any) -> Any:
-    """A clip the feature extractor takes: it neither mixes channels nor resamples."""
+    """A clip the feature extractor takes: it neither mixes channels nor resamples, and does not look."""
     if isinstance(value, (str, Path)):
-        return str(value)
-    samples, rate = value if _is_clip(value) else (value, SAMPLE_RATE)
+        value = _sound_of(_path(value))
+    samples, rate = value if _with_rate(value) else (value, SAMPLE_RATE)
+    samples = torch.as_tensor(samples).detach().cpu()
+    if samples.ndim != 1 or not len(samples):
+        raise ValueError(
+            f"the clip is {list(samples.shape)}; needed is one channel [sample]: clip.mean(0) mixes [channel sample]"
+        )
     if rate != SAMPLE_RATE:
         raise ValueError(
             f"the clip is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
             f"torchaudio.functional.resample(clip, {rate}, {SAMPLE_RATE})"
         )
-    samples = torch.as_tensor(samples)
-    if samples.ndim != 1:
-        raise ValueError(f"the clip is {list(samples.shape)}; needed is one channel [sample]: clip.mean(axis of channels)")
-    return samples.numpy()
+    if samples.is_floating_point():
+        return samples.float().numpy()
+    if samples.dtype == torch.uint8:  # PCM in one byte is the only one without a sign
+        samples = (samples.to(torch.int16) - 128).to(torch.int8)
+    return (samples / (torch.iinfo(samples.dtype).max + 1)).float().numpy()
 
 
-def _frames(video: Any) -> int:
-    """Number of frames; a path is left to the processor."""
-    return FEWEST_SAMPLED_FRAMES if isinstance(video, (str, Path)) else len(video)
+def _sound_of(path: str) -> tuple[numpy.ndarray, int]:
+    """A file's samples `[sample]` or `[sample channel]` and rate."""
+    if path.startswith(("http://", "https://")) or Path(path).suffix.lower() != ".wav":
+        return _decoded(path)
+    try:
+        with wave.open(path) as file:
+            n_channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
+            data = bytearray(file.readframes(file.getnframes()))
+    except (wave.Error, EOFError):  # floats in a WAV, for one
+        return _decoded(path)
+    if width not in PCM_BYTES:
+        return _decoded(path)
+    samples = torch.frombuffer(data, dtype=PCM_BYTES[width]) if data else torch.zeros(0)
+    return (samples if n_channels == 1 else samples.view(-1, n_channels)).numpy(), rate
+
+
+def _decoded(path: str) -> tuple[numpy.ndarray, int]:
+    from transformers.audio_utils import load_audio
+
+    return load_audio(path, sampling_rate=SAMPLE_RATE), SAMPLE_RATE
+
+
+def _path(value: str | Path) -> str:
+    """A path that exists, or an address: transformers takes any other text for base64."""
+    text = str(value)
+    if not text.startswith(("http://", "https://", "data:")) and not Path(text).is_file():
+        raise FileNotFoundError(f"no file {text!r}")
+    return text
