@@ -314,7 +314,9 @@ class HookedConfig:
 
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source)), str(source.get("_name_or_path") or "gemma4")
+        return copy.deepcopy(dict(source)), _folder_name(
+            Path(source.get("_name_or_path") or "gemma4")
+        )
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
