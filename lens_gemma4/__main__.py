@@ -1,0 +1,184 @@
+"""The command line, `lens-gemma4`: it parses, calls, and turns errors of the user's into one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code: 0 done, 1 a check that failed, 2 a request that cannot be met."""
+    arguments = parser().parse_args(argv)
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a token that the terminal cannot show is no reason to stop
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        return int(arguments.call(arguments))
+    except BrokenPipeError:  # `lens-gemma4 names | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        print(f"lens-gemma4 {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command and option."""
+    root = argparse.ArgumentParser(prog="lens-gemma4", description="Look inside Gemma 4 unified.")
+    root.add_argument("--version", action="version", version=_version())
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="why a model goes on with one token rather than another: tables and a page"
+    )
+    demo.add_argument(
+        "--prompt", default="The capital of France is", help="any text (default: %(default)r)"
+    )
+    demo.add_argument(
+        "--answer",
+        help="one token, with its leading space, e.g. ' Paris' (default: the model's first choice)",
+    )
+    demo.add_argument("--versus", help="the token to compare it with (default: the next choice)")
+    demo.add_argument(
+        "--model",
+        default="tiny",
+        help="a Hub id, a folder, or 'tiny', which ships with the package (default)",
+    )
+    demo.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
+    demo.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)"
+    )
+    demo.add_argument(
+        "-o", "--output", default="demo.html", help="the page to write (default: %(default)s)"
+    )
+    demo.set_defaults(call=_demo)
+
+    names = commands.add_parser("names", help="the table of hook points, in both vocabularies")
+    kind = names.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--model", metavar="FOLDER", help="also say which of them a checkpoint has, and why not"
+    )
+    kind.add_argument("--markdown", action="store_true", help="as the README has it")
+    names.set_defaults(call=_names)
+
+    check = commands.add_parser(
+        "check", help="compare a checkpoint here and in transformers, value by value"
+    )
+    check.add_argument("folder", help="a checkpoint's folder, or 'tiny'")
+    check.add_argument(
+        "--dtype", choices=DTYPES[:3], help="of both (default: the checkpoint's own)"
+    )
+    check.add_argument(
+        "--attn", default="sdpa,eager", help="attention implementations (default: %(default)s)"
+    )
+    check.add_argument("--device", default="cpu", help="default: %(default)s")
+    check.add_argument(
+        "--seed", type=int, default=0, help="of the random prompts (default: %(default)s)"
+    )
+    check.set_defaults(call=_check)
+
+    convert = commands.add_parser(
+        "convert", help="write a checkpoint so that every supported transformers reads it"
+    )
+    convert.add_argument("source", help="a Hub id, a folder, or 'tiny'")
+    convert.add_argument("target", help="the folder to write")
+    convert.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights written (default: as they are)"
+    )
+    convert.add_argument(
+        "--max-shard-size", default="5GB", help="of one file (default: %(default)s)"
+    )
+    convert.set_defaults(call=_convert)
+    return root
+
+
+# Imports stand inside: parsing and help wait for none of them.
+
+
+def _version() -> str:
+    from lens_gemma4 import __version__
+
+    return f"lens-gemma4 {__version__}"
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from lens_gemma4 import demo
+
+    demo.run(
+        given.prompt,
+        given.answer,
+        given.versus,
+        given.model,
+        given.device,
+        given.dtype,
+        given.output,
+    )
+    return 0
+
+
+def _names(given: argparse.Namespace) -> int:
+    from lens_gemma4 import names, plots
+
+    if given.markdown:
+        print(names.markdown())
+        return 0
+    columns = {
+        "hook point": [row.name + " *" * row.starred for row in names.ROWS],
+        "standard name": [", ".join(row.standard) for row in names.ROWS],
+        "axes": [row.axes for row in names.ROWS],
+        "what it is": [row.meaning for row in names.ROWS],
+    }
+    if given.model is not None:
+        support = _support(given.model)
+        columns = {
+            "hook point": columns.pop("hook point"),
+            "there": [f"{row['available']} {row['why']}" for row in support],
+        } | columns
+    print(plots.Table(columns).text())
+    return 0
+
+
+def _support(folder: str) -> list[dict[str, str]]:
+    """What a checkpoint has, from its config.json alone."""
+    import torch
+
+    from lens_gemma4 import HookedConfig, HookedModel, loading
+
+    with torch.device("meta"):
+        return HookedModel(HookedConfig.from_hf(loading.resolve(folder))).support()
+
+
+def _check(given: argparse.Namespace) -> int:
+    from lens_gemma4 import check, loading
+
+    return check.run(
+        loading.resolve(given.folder), given.dtype, given.attn, given.device, given.seed
+    )
+
+
+def _convert(given: argparse.Namespace) -> int:
+    import torch
+
+    from lens_gemma4 import loading
+
+    dtype = None if given.dtype is None else getattr(torch, given.dtype)
+    print(
+        loading.convert(
+            given.source, given.target, dtype=dtype, max_shard_size=given.max_shard_size
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""The main job, `lens-gemma4 demo`: why a model goes on with one token rather than another.
+
+On a prompt: the next tokens, the logit lens block by block, which head and MLP wrote the difference between two
+tokens' logits, and what ablating each head does to it; printed, and as one page.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lens_gemma4 import attribution, plots
+from lens_gemma4.attribution import LogitParts
+from lens_gemma4.cache import ActivationCache
+from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.plots import Section, Table
+
+PROMPT = "The capital of France is"
+PAGE = "demo.html"
+WIDTH = 100  # of printed text
+SHOWN = 10  # rows of a table that could be long
+MADE_HERE = (
+    b'name="generator" content="lens-gemma4"'  # plots.page writes it near the top of every page
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Why `answer` rather than `versus` after the prompt? Both are token ids."""
+
+    tokens: Int[Tensor, "1 pos"]
+    answer: int
+    versus: int
+    answer_text: str
+    versus_text: str
+
+    @property
+    def difference(self) -> str:
+        return f"{self.answer_text!r} minus {self.versus_text!r}"
+
+
+def run(
+    prompt: str = PROMPT,
+    answer: str | None = None,
+    versus: str | None = None,
+    model: str = "tiny",
+    device: str | None = None,
+    dtype: str | None = None,
+    output: str | Path = PAGE,
+) -> Path:
+    """Answer the question on a model, print what was found, and write the page.
+
+    Args:
+        prompt: any text.
+        answer, versus: each one token, its leading space included (" Paris"); by default the model's first choices.
+        model: a Hub id, a folder, or "tiny", the checkpoint that ships with the package.
+        device, dtype: by default the CPU and the checkpoint's own.
+        output: the page. A page that this command wrote is overwritten, another file is not.
+    Returns:
+        Where the page is.
+    Raises:
+        ValueError: an empty prompt, a text of several tokens, a device that cannot be used.
+        OSError: no such model; no place for the page.
+        ImportError: plotly is missing.
+    """
+    plots.require()
+    place = _place(Path(output))
+    if not prompt:
+        raise ValueError(
+            "the prompt is empty: give some text, e.g. --prompt 'The capital of France is'"
+        )
+    loaded = HookedModel.from_pretrained(model, device=_device(device), dtype=dtype)
+    with torch.no_grad():
+        question, cache = ask(loaded, prompt, answer, versus)
+        sections = [
+            next_tokens(loaded, question, cache),
+            lens(loaded, question, cache),
+            written_by(loaded, question, cache),
+            ablations(loaded, question),
+        ]
+    title = f"{prompt!r}: why {question.answer_text!r} rather than {question.versus_text!r}?"
+    intro = f"{model}, {str(loaded.dtype).removeprefix('torch.')} on {loaded.device}; {question.tokens.shape[1]} tokens, the last one asked."
+    print(f"{title}\n{intro}")
+    for section in sections:
+        tell(section)
+    _write(place, plots.page(title, sections, intro))
+    print(f"\nThe same with plots: {place}")
+    return place
+
+
+def tell(section: Section) -> None:
+    """Print a section: its words and its tables."""
+    text = textwrap.fill(section.text, WIDTH, break_long_words=False)
+    print(f"\n{section.heading}\n{'-' * len(section.heading)}\n{text}")
+    for item in section.content:
+        if isinstance(item, Table):
+            print(f"\n{item.text()}")
+
+
+# -- the question -------------------------------------------------------------------------------------
+
+
+def ask(
+    model: HookedModel, prompt: str, answer: str | None = None, versus: str | None = None
+) -> tuple[Question, ActivationCache]:
+    """Fix the two tokens, and run the prompt once, keeping what the sections read at the last position.
+
+    Raises:
+        ValueError: a text that is not one token, or one token twice.
+    """
+    chosen = [None if text is None else model.to_single_token(text) for text in (answer, versus)]
+    if chosen[0] is not None and chosen[0] == chosen[1]:
+        raise ValueError(f"answer and versus are both {answer!r}: give two tokens to compare")
+    tokens = model.to_tokens(prompt)
+    kept = [*attribution.NEEDED, "blocks.*.hook_resid_post", "hook_logits_raw", "hook_logits"]
+    _, cache = model.run_with_cache(tokens, names_filter=kept, pos_slice=[-1])
+    assert isinstance(cache, ActivationCache)
+    likeliest = iter(i for i in cache["logits"][0, -1].topk(4).indices.tolist() if i not in chosen)
+    answer_id, versus_id = (next(likeliest) if token is None else token for token in chosen)
+    texts = [model.to_single_str_token(token) for token in (answer_id, versus_id)]
+    return Question(tokens, answer_id, versus_id, *texts), cache
+
+
+# -- what the page shows ------------------------------------------------------------------------------
+
+
+def next_tokens(model: HookedModel, question: Question, cache: ActivationCache) -> Section:
+    """The likeliest next tokens, and where the two of the question stand."""
+    logits = cache["logits"][0, -1].float()
+    probs = logits.softmax(-1)
+    likeliest = logits.topk(min(SHOWN, len(logits))).indices.tolist()
+    ids = list(dict.fromkeys([*likeliest, question.answer, question.versus]))
+    rows = Table(
+        {
+            "token": [repr(model.to_single_str_token(i)) for i in ids],
+            "id": ids,
+            "rank": [rank_of(logits, i) for i in ids],
+            "logit": logits[ids].tolist(),
+            "probability": probs[ids].tolist(),
+        }
+    )
+    return Section(
+        "Next token", "What the model would go on with; rank 0 is its first choice.", [rows]
+    )
+
+
+def rank_of(logits: Float[Tensor, " d_vocab"], token: int) -> int:
+    """How many tokens are likelier."""
+    return int((logits > logits[token]).sum())
+
+
+def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Section:
+    """The logit lens: what the head would say of the stream after each block."""
+    streams = {"input": cache["resid_pre", 0]}
+    streams |= {f"block {i}": cache["resid_post", i] for i in range(model.cfg.n_layers)}
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "after",
+            "first choice",
+            "its probability",
+            "rank of answer",
+            "P(answer)",
+            "P(versus)",
+            "difference",
+        )
+    }
+    for place, stream in tqdm(streams.items(), desc="logit lens", disable=None):
+        logits = attribution.logit_lens(stream, cache.weights, model.cfg)[0, -1].float()
+        probs, first = logits.softmax(-1), int(logits.argmax())
+        row = (
+            place,
+            repr(model.to_single_str_token(first)),
+            probs[first].item(),
+            rank_of(logits, question.answer),
+            probs[question.answer].item(),
+            probs[question.versus].item(),
+            (logits[question.answer] - logits[question.versus]).item(),
+        )
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    figure = plots.bars(
+        columns["difference"],
+        columns["after"],
+        title="after",
+        unit=f"logit of {question.difference}",
+    )
+    text = (
+        "The stream at the last position after each block, through the final norm (recomputed there), the head and "
+        f"the softcap. The difference is the logit of {question.difference}."
+    )
+    return Section("Logit lens", text, [Table(columns), figure])
+
+
+def written_by(model: HookedModel, question: Question, cache: ActivationCache) -> Section:
+    """Direct logit attribution of the difference, with the remainder."""
+    parts, own = attribute(model, question, cache)
+    heads, mlps = parts.heads[..., 0, -1], parts.mlps[..., 0, -1]  # [layer head], [layer]
+    sums = {
+        "input (embeddings)": parts.start[0, -1],
+        "all heads": heads.sum(),
+        "all MLPs": mlps.sum(),
+        "sum of the parts": parts.sum()[0, -1],
+        "the model's own": own,
+        "remainder": parts.remainder[0, -1],
+    }
+    summary = Table({"part": list(sums), "contribution": [value.item() for value in sums.values()]})
+    every = head_names(heads) | {f"MLP {i}": value for i, value in enumerate(mlps.tolist())}
+    text = (
+        f"What each part wrote along {question.difference}, in logits before the softcap. The post-norms and the final "
+        "norm are held at this run's scales, and what a block wrote is counted times every layer_scalar it passed, so "
+        "the parts add up; the remainder is rounding."
+    )
+    start = {"input": parts.start[0, -1].item()} | {
+        f"MLP {i}": value for i, value in enumerate(mlps.tolist())
+    }
+    return Section(
+        "Who wrote the difference",
+        text,
+        [
+            summary,
+            largest(every, "contribution"),
+            head_map(heads, "logit"),
+            plots.bars(list(start.values()), list(start), unit="logit"),
+        ],
+        numbers=Table({"part": list(every), "contribution": list(every.values())}),
+    )
+
+
+def attribute(
+    model: HookedModel, question: Question, cache: ActivationCache
+) -> tuple[LogitParts, Float[Tensor, ""]]:
+    """Parts of the pre-softcap logit difference at the kept positions, and the difference the model computed."""
+    direction = model.tokens_to_residual_directions(
+        torch.tensor([question.answer, question.versus])
+    )
+    direction = direction.to(
+        attribution.widest(direction.dtype)
+    )  # the difference is not rounded again
+    raw = cache["hook_logits_raw"]
+    total = raw[..., question.answer].to(direction.dtype) - raw[..., question.versus].to(
+        direction.dtype
+    )
+    parts = attribution.direct_logit_attribution(
+        cache, cache.weights, direction[0] - direction[1], total
+    )
+    return parts, total[0, -1]
+
+
+def ablations(model: HookedModel, question: Question) -> Section:
+    """What the difference loses or gains without each head."""
+    clean, effects = ablate_heads(model, question)
+    every = head_names(effects)
+    text = (
+        f"How the pre-softcap logit of {question.difference}, {clean:.4f}, changes when one head's output (z) is zeroed "
+        "at every position: below zero, the head spoke for the answer. All later blocks answer to the change, and the "
+        "block's post-norm rescales its other heads, so effects need not add up."
+    )
+    return Section(
+        "Without each head",
+        text,
+        [largest(every, "change"), head_map(effects, "change")],
+        numbers=Table({"head": list(every), "change": list(every.values())}),
+    )
+
+
+def ablate_heads(
+    model: HookedModel, question: Question
+) -> tuple[float, Float[Tensor, "layer head"]]:
+    """The clean pre-softcap logit difference at the last position, and its change without each head, one run each."""
+    clean = difference(model, question)
+    effects = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.float64)
+    heads = [(layer.index, head) for layer in model.cfg.layers for head in range(layer.n_heads)]
+    for layer, head in tqdm(heads, desc="ablating heads", disable=None):
+        hooks = [(f"blocks.{layer}.attn.hook_z", partial(_zero_head, head))]
+        effects[layer, head] = difference(model, question, hooks) - clean
+    return clean, effects
+
+
+def difference(model: HookedModel, question: Question, hooks: list[Any] | None = None) -> float:
+    """The pre-softcap logit difference at the last position, in a run with hooks."""
+    kept: list[Tensor] = []
+    read = ("hook_logits_raw", partial(_keep, kept))
+    model.run_with_hooks(question.tokens, fwd_hooks=[*(hooks or []), read], return_type=None)
+    return (kept[0][question.answer].double() - kept[0][question.versus].double()).item()
+
+
+def _zero_head(head: int, z: Tensor, hook: Any) -> None:
+    z[:, :, head] = 0
+
+
+def _keep(kept: list[Tensor], logits: Tensor, hook: Any) -> None:
+    kept.append(logits[0, -1].clone())
+
+
+# -- by head ------------------------------------------------------------------------------------------
+
+
+def head_names(values: Float[Tensor, "layer head"]) -> dict[str, float]:
+    """Values by "L3H1"."""
+    return {
+        f"L{i}H{j}": value for i, row in enumerate(values.tolist()) for j, value in enumerate(row)
+    }
+
+
+def head_map(values: Float[Tensor, "layer head"], unit: str) -> Any:
+    rows, columns = ([str(i) for i in range(n)] for n in values.shape)
+    return plots.heatmap(
+        values.tolist(), rows, columns, row_title="block", column_title="head", unit=unit
+    )
+
+
+def largest(values: dict[str, float], unit: str) -> Table:
+    """The entries furthest from zero."""
+    ordered = sorted(values.items(), key=lambda item: -abs(item[1]))[:SHOWN]
+    return Table(
+        {
+            f"largest {len(ordered)}": [name for name, _ in ordered],
+            unit: [value for _, value in ordered],
+        }
+    )
+
+
+# -- files and devices --------------------------------------------------------------------------------
+
+
+def _device(name: str | None) -> torch.device | None:
+    """A device that works, tried before a model is loaded."""
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # torch's ways of saying so
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _place(path: Path) -> Path:
+    """Where the page may be written, found out before the work."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name the page's file, e.g. -o {path / PAGE}")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {path.absolute().parent} to write {path.name} to"
+        )
+    if path.exists():
+        with path.open("rb") as file:
+            if MADE_HERE not in file.read(2000):
+                raise FileExistsError(
+                    f"{path} exists and is no page of this command: name another file with -o"
+                )
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: an interrupted write leaves the old page."""
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,284 @@
+"""Figures from arrays and labels, and one self-contained page of them. The only importer of plotly.
+
+Labels are tokens of a user's text: they are escaped wherever they are shown, and axes are numbered, so that two
+equal tokens stay two columns.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DIVERGING = "RdBu"  # red below zero, blue above; told apart by colour-blind eyes
+BLUE, RED = "#2166ac", "#b2182b"
+SIDE = 640  # pixels a heatmap may be wide before its columns narrow
+CELL = 34
+MARGIN = 90
+
+
+def _graph_objects() -> Any:
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise ImportError(
+            "plots need plotly, which is not installed: pip install 'lens-gemma4[plots]'"
+        ) from error
+    return plotly.graph_objects
+
+
+def require() -> None:
+    """Raise now, rather than after the work, when plotly is missing.
+
+    Raises:
+        ImportError: it says what to install.
+    """
+    _graph_objects()
+
+
+def heatmap(
+    values: Any,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    row_title: str = "",
+    column_title: str = "",
+    unit: str = "",
+    centred: bool = True,
+) -> Any:
+    """A heatmap, first row at the top, as a plotly figure.
+
+    Args:
+        values: `[row column]`; NaN leaves a cell empty.
+        rows, columns: labels; any text.
+        row_title, column_title: what the axes are.
+        unit: of the values, beside the colours.
+        centred: colours diverge from zero; else they run from the lowest to the highest value.
+    Raises:
+        ValueError: the labels do not fit the values.
+
+    >>> heatmap([[1.0, -1.0]], ["block 0"], ["head 0", "head 1"]).data[0].type
+    'heatmap'
+    """
+    go = _graph_objects()
+    grid = [[float(value) for value in row] for row in values]
+    if len(grid) != len(rows) or any(len(row) != len(columns) for row in grid):
+        shape = f"[{len(grid)} {len(grid[0]) if grid else 0}]"
+        raise ValueError(
+            f"values are {shape}, labels name {len(rows)} rows and {len(columns)} columns"
+        )
+    colours = {"colorscale": DIVERGING, "zmid": 0} if centred else {"colorscale": "Blues"}
+    trace = go.Heatmap(
+        z=grid,
+        customdata=[[f"{_safe(row)}, {_safe(column)}" for column in columns] for row in rows],
+        hovertemplate="%{customdata}: %{z:.4f}<extra></extra>",
+        colorbar={"title": {"text": _safe(unit)}},
+        xgap=1,
+        ygap=1,
+        **colours,
+    )
+    figure = go.Figure(trace)
+    figure.update_xaxes(**_ticks(columns, column_title))
+    figure.update_yaxes(**_ticks(rows, row_title), autorange="reversed")
+    width = min(SIDE, CELL * len(columns)) + 2 * MARGIN
+    return _laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
+
+
+def bars(values: Sequence[float], labels: Sequence[str], *, title: str = "", unit: str = "") -> Any:
+    """Horizontal bars, first at the top, blue above zero and red below, as a plotly figure.
+
+    Args:
+        values: one for each label.
+        title: what the labels are.
+        unit: of the values.
+    Raises:
+        ValueError: as many labels as values are needed.
+    """
+    go = _graph_objects()
+    heights = [float(value) for value in values]
+    if len(heights) != len(labels):
+        raise ValueError(f"there are {len(heights)} values and {len(labels)} labels")
+    trace = go.Bar(
+        x=heights,
+        y=list(range(len(heights))),
+        orientation="h",
+        marker={"color": [BLUE if value >= 0 else RED for value in heights]},
+        customdata=[_safe(label) for label in labels],
+        hovertemplate="%{customdata}: %{x:.4f}<extra></extra>",
+    )
+    figure = go.Figure(trace)
+    figure.update_yaxes(**_ticks(labels, title), autorange="reversed")
+    figure.update_xaxes(title={"text": _safe(unit)}, zeroline=True)
+    return _laid_out(figure, height=24 * len(labels) + MARGIN, width=SIDE + MARGIN)
+
+
+def _ticks(labels: Sequence[str], title: str) -> dict[str, Any]:
+    places = list(range(len(labels)))
+    return {
+        "tickvals": places,
+        "ticktext": [_safe(label) for label in labels],
+        "title": {"text": _safe(title)},
+    }
+
+
+def _safe(text: Any) -> str:
+    """plotly reads tags and entities in every label."""
+    return html.escape(str(text), quote=False)
+
+
+def _laid_out(figure: Any, height: int, width: int) -> Any:
+    return figure.update_layout(
+        template="plotly_white",
+        height=height,
+        width=width,
+        margin={"l": MARGIN, "r": 20, "t": 20, "b": 50},
+        font={"size": 13},
+    )
+
+
+# -- the page -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns by name, for `page` or, as `.text()`, for a terminal; numbers are written as `shown` writes them.
+
+    Raises:
+        ValueError: columns of unlike length.
+
+    >>> print(Table({"token": [" Paris"], "logit": [21.5]}).text())
+    token     logit
+     Paris  21.5000
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        if len({len(column) for column in self.columns.values()}) > 1:
+            lengths = {name: len(column) for name, column in self.columns.items()}
+            raise ValueError(f"the columns of a table are of one length; these are {lengths}")
+
+    def html(self) -> str:
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
+        rows = "".join(
+            f"<tr>{''.join(map(_cell, row))}</tr>"
+            for row in zip(*self.columns.values(), strict=True)
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def text(self) -> str:
+        """For a terminal: columns padded, numbers to the right."""
+        cells = [[name, *map(shown, column)] for name, column in self.columns.items()]
+        numeric = [
+            bool(column) and all(map(_is_number, column)) for column in self.columns.values()
+        ]
+        widths = [max(map(len, column)) for column in cells]
+        lines = []
+        for row in zip(*cells, strict=True):
+            padded = [
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(row, widths, numeric, strict=True)
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """A cell as text: fractions with four places, or as powers of ten where these would hide them."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 0 < abs(value) < 0.0001 else f"{value:.4f}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    kind = ' class="number"' if _is_number(value) else ""
+    return f"<td{kind}>{html.escape(shown(value))}</td>"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a page: a heading, a sentence or two, then figures and tables in order.
+
+    A table in `numbers` stays folded until it is opened: the figures' values, for those who do not see them.
+    """
+
+    heading: str
+    text: str
+    content: Sequence[Any] = ()
+    numbers: Table | None = None
+
+
+# Nothing may be loaded from anywhere, by anyone: the browser itself refuses.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+nav ul { padding-left: 1.2rem; } a { color: #0b5394; } :focus-visible { outline: 3px solid #0b5394; }
+figure { margin: 1rem 0; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .2rem .8rem; border-bottom: 1px solid #ccc;
+  text-align: left; white-space: pre; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; }
+"""
+
+
+def page(title: str, sections: Sequence[Section], intro: str = "") -> str:
+    """One HTML page that needs nothing else: plotly.js is inside, once, and no request leaves it.
+
+    Args:
+        title: of the page.
+        sections: in order; figures are this module's, tables too.
+        intro: a paragraph under the title.
+    Returns:
+        The page's text; write it as UTF-8.
+    """
+    _graph_objects()
+    from plotly.offline import get_plotlyjs
+
+    links = "".join(
+        f'<li><a href="#s{i}">{html.escape(s.heading)}</a></li>' for i, s in enumerate(sections)
+    )
+    body = "".join(_section(i, section) for i, section in enumerate(sections))
+    has_figures = any(
+        not isinstance(item, Table) for section in sections for item in section.content
+    )
+    script = f"<script>{get_plotlyjs()}</script>" if has_figures else ""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="generator" content="lens-gemma4">\n<title>{html.escape(title)}</title>\n'
+        f"<style>{_STYLE}</style>\n{script}\n</head>\n<body>\n<main>\n<h1>{html.escape(title)}</h1>\n"
+        f"<p>{html.escape(intro)}</p>\n<nav aria-label='Contents'><ul>{links}</ul></nav>\n{body}</main>\n</body>\n</html>\n"
+    )
+
+
+def _section(number: int, section: Section) -> str:
+    items = "".join(
+        f'<div class="wide" tabindex="0">{item.html()}</div>'
+        if isinstance(item, Table)
+        else _figure(item, section.heading, f"s{number}f{item_number}")
+        for item_number, item in enumerate(section.content)
+    )
+    folded = (
+        f"<details><summary>Numbers</summary>{section.numbers.html()}</details>"
+        if section.numbers
+        else ""
+    )
+    return (
+        f'<section id="s{number}"><h2>{html.escape(section.heading)}</h2>\n'
+        f"<p>{html.escape(section.text)}</p>\n{items}\n{folded}</section>\n"
+    )
+
+
+def _figure(figure: Any, name: str, place: str) -> str:
+    settings = {"displaylogo": False, "responsive": True}
+    inner = figure.to_html(full_html=False, include_plotlyjs=False, config=settings, div_id=place)
+    return f'<figure class="wide" tabindex="0" role="img" aria-label="{html.escape(name)}">{inner}</figure>\n'
