@@ -630,7 +630,7 @@ def convert(
     """
     _check_dtype(dtype)
     folder, target = resolve(source), Path(target)
-    if target.exists() and folder.resolve() == target.resolve():
+    if folder.resolve() == target.resolve():
         raise ValueError(
             f"{target} is the source itself: give another folder, so that nothing is lost if this fails"
         )
