@@ -368,5 +368,8 @@ def _place(path: Path) -> Path:
 def _write(path: Path, text: str) -> None:
     """All or nothing: an interrupted write leaves the old page."""
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -71,7 +71,10 @@ def heatmap(
     colours = {"colorscale": DIVERGING, "zmid": 0} if centred else {"colorscale": "Blues"}
     trace = go.Heatmap(
         z=grid,
-        customdata=[[f"{_safe(row)}, {_safe(column)}" for column in columns] for row in rows],
+        customdata=[
+            [_safe(f"{row_title} {row}, {column_title} {column}") for column in columns]
+            for row in rows
+        ],
         hovertemplate="%{customdata}: %{z:.4f}<extra></extra>",
         colorbar={"title": {"text": _safe(unit)}},
         xgap=1,
@@ -85,7 +88,7 @@ def heatmap(
     return _laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
 
 
-def bars(values: Sequence[float], labels: Sequence[str], *, title: str = "", unit: str = "") -> Any:
+def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "") -> Any:
     """Horizontal bars, first at the top, blue above zero and red below, as a plotly figure.
 
     Args:
