@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,15 @@ def _random_text(
     if k_eq_v or dialect == "per_layer":  # the Hub's dialect has words for it on k=v blocks only
         sizes["num_key_value_heads"] = rng.choice(kv_choices)
     layer_types = [
-        rng.choice(["sliding_attention", "sliding_attention", "full_attention"]) for _ in range(n_layers - 1)
+        rng.choice(["sliding_attention", "sliding_attention", "full_attention"])
+        for _ in range(n_layers - 1)
     ]
     layer_types.append("full_attention")
     shared = 0
     if rng.random() < 0.35 and n_layers > 2:
-        possible = [n for n in range(1, n_layers) if set(layer_types[: n_layers - n]) == set(layer_types)]
+        possible = [
+            n for n in range(1, n_layers) if set(layer_types[: n_layers - n]) == set(layer_types)
+        ]
         shared = rng.choice(possible) if possible else 0
     text = {
         "model_type": "gemma4_unified_text",
@@ -234,7 +238,9 @@ def make_checkpoint(
     if dialect_of(config) != "per_layer":
         # transformers writes sizes by block; where it wrote them itself its own spelling (zero-padded keys) stays.
         saved = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"dtype": saved["dtype"]}, indent=2))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"dtype": saved["dtype"]}, indent=2)
+        )
     return folder
 
 
@@ -267,7 +273,9 @@ def randomise(model: nn.Module, seed: int, scalars: tuple[float, ...] | None = N
                 weight.copy_(1 + 0.3 * normal(weight.shape))
             else:
                 weight.copy_(normal(weight.shape) / weight.shape[-1] ** 0.5)
-        layers = [module for name, module in model.named_modules() if hasattr(module, "layer_scalar")]
+        layers = [
+            module for name, module in model.named_modules() if hasattr(module, "layer_scalar")
+        ]
         for index, layer in enumerate(layers):
             low, high = torch.tensor([0.05, 1.7]).log()
             drawn = (low + (high - low) * torch.rand(1, generator=generator)).exp()
@@ -301,63 +309,78 @@ def input_kinds(config: dict[str, Any]) -> tuple[str, ...]:
     return kinds
 
 
-def random_inputs(rng: random.Random, config: dict[str, Any], kind: str | None = None) -> dict[str, Tensor]:
+def random_inputs(
+    rng: random.Random, config: dict[str, Any], kind: str | None = None
+) -> dict[str, Tensor]:
     """Processor-shaped inputs: text of one token to five windows, padding, images, audio, video; see `input_kinds`."""
     kind = kind or rng.choice(input_kinds(config))
     cfg = HookedConfig.from_hf(copy.deepcopy(config))
-    window = cfg.window_size
+    rows = _rows(rng, cfg.window_size)
+    if kind not in rows:
+        raise ValueError(f"no inputs of kind {kind!r}; known are {input_kinds(config)}")
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    build = functools.partial(
-        build_inputs, cfg=cfg, generator=generator, padding_side=rng.choice(["left", "right"])
+    side = kind if kind in ("left", "right") else rng.choice(["left", "right"])
+    inputs = build_inputs(
+        rows[kind](),
+        cfg,
+        generator,
+        padding_side=side,
+        text_between_frames=kind != "adjacent frames",
     )
-
-    def text(low: int = 1, high: int | None = None) -> Part:
-        return ("text", rng.randint(low, high or 5 * window))
-
-    def image(low: int = 1, high: int = 4) -> Part:
-        return ("image", (rng.randint(low, high), rng.randint(1, 3)))
-
-    some = functools.partial(text, 1, 4)
-    longer = functools.partial(text, 1, 5 * window)
-    if kind == "text":
-        return build([[longer()]])
-    if kind == "one token":
-        return build([[("text", 1)]])
-    if kind == "batch":
-        return build([[("text", rng.randint(1, 5 * window))]] * rng.randint(2, 3))
-    if kind in ("left", "right"):
-        lengths = [rng.randint(1, window), rng.randint(window, 3 * window), 5 * window]
-        return build([[("text", n)] for n in rng.sample(lengths, 3)], padding_side=kind)
     if kind == "positions":
-        inputs = build([[text(2)]] * 2)
         jumps = torch.randint(1, 4, inputs["input_ids"].shape, generator=generator)
         inputs["position_ids"] = jumps.cumsum(-1) - 1
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return inputs
-    if kind == "short image":  # a grid of one patch is never longer than a window
-        return build([[longer(), ("image", (1, 1)), some()]])
-    if kind == "long image":
-        lines = window // 4 + 1
-        return build([[some(), ("image", (4, min(lines + 1, 8))), some()]])
-    if kind == "two images":
-        return build([[some(), image(), some(), image(2), some()]])
-    if kind == "adjacent images":
-        return build([[some(), image(), image(2), some()]])
-    if kind == "image batch":
-        return build([[image(), some(), image(2)], [longer()], [some(), image(), some()]])
-    if kind in ("video", "adjacent frames"):
-        frames = [image(1, 3)[1] for _ in range(rng.randint(1, 4))]
-        rows: list[list[Part]] = [[some(), ("video", frames), some()]]
-        if rng.random() < 0.5:
-            rows.append([("video", frames[:1]), some(), ("video", frames[-1:])])
-        return build(rows, text_between_frames=kind == "video")
-    if kind == "audio":
-        return build([[longer(), ("audio", rng.randint(1, 7)), some()]])
-    if kind == "audio batch":
-        return build([[some(), ("audio", 5), some(), ("audio", 2)], [longer()], [("audio", 3)]])
-    if kind == "everything":
-        frames = [image(1, 2)[1], image(1, 2)[1]]
-        return build(
-            [[some(), image(), ("audio", 3), some(), ("video", frames)], [image(2), longer(), ("audio", 1)]]
-        )
-    raise ValueError(f"no inputs of kind {kind!r}; known are {input_kinds(config)}")
+    return inputs
+
+
+def _rows(rng: random.Random, window: int) -> dict[str, Callable[[], list[list[Part]]]]:
+    """Each kind's prompts, drawn when called; see `Part` for the parts of a row."""
+
+    def some() -> Part:
+        return ("text", rng.randint(1, 4))
+
+    def long() -> Part:
+        return ("text", rng.randint(1, 5 * window))
+
+    def image(least: int = 1) -> Part:
+        return ("image", (rng.randint(least, 4), rng.randint(1, 3)))
+
+    def frames(most: int = 4) -> list[tuple[int, int]]:
+        return [(rng.randint(1, 3), rng.randint(1, 3)) for _ in range(rng.randint(1, most))]
+
+    def ragged() -> list[list[Part]]:
+        lengths = [rng.randint(1, window), rng.randint(window, 3 * window), 5 * window]
+        return [[("text", n)] for n in rng.sample(lengths, 3)]
+
+    def video() -> list[list[Part]]:
+        two = [[("video", frames(1)), some(), ("video", frames(2))]] if rng.random() < 0.5 else []
+        return [[some(), ("video", frames()), some()], *two]
+
+    return {
+        "text": lambda: [[long()]],
+        "one token": lambda: [[("text", 1)]],
+        "batch": lambda: [[long()]] * rng.randint(2, 3),
+        "left": ragged,
+        "right": ragged,
+        "positions": lambda: [[("text", rng.randint(2, 5 * window))]] * 2,
+        "short image": lambda: [
+            [long(), ("image", (1, 1)), some()]
+        ],  # one patch: never longer than a window
+        "long image": lambda: [[some(), ("image", (4, window // 4 + 2)), some()]],
+        "two images": lambda: [[some(), image(), some(), image(2), some()]],
+        "adjacent images": lambda: [[some(), image(), image(2), some()]],
+        "image batch": lambda: [[image(), some(), image(2)], [long()], [some(), image(), some()]],
+        "video": video,
+        "adjacent frames": video,
+        "audio": lambda: [[long(), ("audio", rng.randint(1, 7)), some()]],
+        "audio batch": lambda: [
+            [some(), ("audio", 5), some(), ("audio", 2)],
+            [long()],
+            [("audio", 3)],
+        ],
+        "everything": lambda: [
+            [some(), image(), ("audio", 3), some(), ("video", frames(2))],
+            [image(2), long(), ("audio", 1)],
+        ],
+    }
