@@ -36,9 +36,10 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+# Blocks 3, 4 and 5 borrow from 1, 2 and 2: the last of their own type, not the first and not a neighbour.
 SHARED = {
     "num_hidden_layers": 6,
-    "layer_types": [S, A] * 3,
+    "layer_types": [S, S, A, S, A, A],
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
 }
@@ -83,7 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "all": TEXT | {"use_bidirectional_attention": "all"},
     "wrapper, all": _wrapper(tied=True, use_bidirectional_attention="all"),
-    "wrapper, shared": _wrapper(tied=True, **SHARED),
+    "wrapper, shared": _wrapper(tied=True, num_kv_shared_layers=2, use_double_wide_mlp=True),
 }
 
 
@@ -161,6 +162,13 @@ def media_inputs(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str,
         "input_features": torch.randn(2, 4, 10, generator=generator).to(dtype),
         "input_features_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),
     }
+
+
+def few(kind: str) -> dict[str, Any]:
+    """Overrides that leave the fewest blocks with one of each sort, for sweeps over every point."""
+    if "shared" in kind:
+        return {"num_hidden_layers": 3, "layer_types": [S, A, A], "num_kv_shared_layers": 1}
+    return {"num_hidden_layers": 2, "layer_types": [S, A]}
 
 
 def inputs_for(kind: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def test_what_a_borrowing_block_lacks():
     own = {
         n.removeprefix("blocks.1.attn.") for n in model.hook_dict if n.startswith("blocks.1.attn.")
     }
-    for borrower, lender in ((3, 1), (4, 2), (5, 1)):
+    for borrower, lender in ((3, 1), (4, 2), (5, 2)):
         prefix = f"blocks.{borrower}.attn."
         assert (
             own - {n.removeprefix(prefix) for n in model.hook_dict if n.startswith(prefix)}
