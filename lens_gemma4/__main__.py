@@ -37,69 +37,69 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="lens-gemma4", description="Look inside Gemma 4 unified.")
     root.add_argument("--version", action="version", version=_version())
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (about, options, call) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=about, description=about[0].upper() + about[1:] + "."
+        )
+        options(command)
+        command.set_defaults(call=call)
+    return root
 
-    demo = commands.add_parser(
-        "demo", help="why a model goes on with one token rather than another: tables and a page"
-    )
-    demo.add_argument(
+
+def _demo_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--prompt", default="The capital of France is", help="any text (default: %(default)r)"
     )
-    demo.add_argument(
+    command.add_argument(
         "--answer",
-        help="one token, with its leading space, e.g. ' Paris' (default: the model's first choice)",
+        help="one token, with its leading space, e.g. ' Paris' (default: the first choice)",
     )
-    demo.add_argument("--versus", help="the token to compare it with (default: the next choice)")
-    demo.add_argument(
+    command.add_argument("--versus", help="the token to compare it with (default: the next choice)")
+    command.add_argument(
         "--model",
         default="tiny",
         help="a Hub id, a folder, or 'tiny', which ships with the package (default)",
     )
-    demo.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
-    demo.add_argument(
+    command.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
+    command.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)"
     )
-    demo.add_argument(
+    command.add_argument(
         "-o", "--output", default="demo.html", help="the page to write (default: %(default)s)"
     )
-    demo.set_defaults(call=_demo)
 
-    names = commands.add_parser("names", help="the table of hook points, in both vocabularies")
-    kind = names.add_mutually_exclusive_group()
+
+def _names_options(command: argparse.ArgumentParser) -> None:
+    kind = command.add_mutually_exclusive_group()
     kind.add_argument(
         "--model", metavar="FOLDER", help="also say which of them a checkpoint has, and why not"
     )
     kind.add_argument("--markdown", action="store_true", help="as the README has it")
-    names.set_defaults(call=_names)
 
-    check = commands.add_parser(
-        "check", help="compare a checkpoint here and in transformers, value by value"
-    )
-    check.add_argument("folder", help="a checkpoint's folder, or 'tiny'")
-    check.add_argument(
+
+def _check_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", help="a checkpoint's folder, a Hub id, or 'tiny'")
+    command.add_argument(
         "--dtype", choices=DTYPES[:3], help="of both (default: the checkpoint's own)"
     )
-    check.add_argument(
+    command.add_argument(
         "--attn", default="sdpa,eager", help="attention implementations (default: %(default)s)"
     )
-    check.add_argument("--device", default="cpu", help="default: %(default)s")
-    check.add_argument(
+    command.add_argument("--device", default="cpu", help="default: %(default)s")
+    command.add_argument(
         "--seed", type=int, default=0, help="of the random prompts (default: %(default)s)"
     )
-    check.set_defaults(call=_check)
 
-    convert = commands.add_parser(
-        "convert", help="write a checkpoint so that every supported transformers reads it"
-    )
-    convert.add_argument("source", help="a Hub id, a folder, or 'tiny'")
-    convert.add_argument("target", help="the folder to write")
-    convert.add_argument(
+
+def _convert_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", help="a Hub id, a folder, or 'tiny'")
+    command.add_argument("target", help="the folder to write")
+    command.add_argument(
         "--dtype", choices=DTYPES, help="of the weights written (default: as they are)"
     )
-    convert.add_argument(
+    command.add_argument(
         "--max-shard-size", default="5GB", help="of one file (default: %(default)s)"
     )
-    convert.set_defaults(call=_convert)
-    return root
 
 
 # Imports stand inside: parsing and help wait for none of them.
@@ -179,6 +179,25 @@ def _convert(given: argparse.Namespace) -> int:
     )
     return 0
 
+
+COMMANDS = {
+    "demo": (
+        "why a model goes on with one token rather than another: tables and a page",
+        _demo_options,
+        _demo,
+    ),
+    "names": ("the table of hook points, in both vocabularies", _names_options, _names),
+    "check": (
+        "compare a checkpoint here and in transformers, value by value",
+        _check_options,
+        _check,
+    ),
+    "convert": (
+        "write a checkpoint so that every supported transformers reads it",
+        _convert_options,
+        _convert,
+    ),
+}
 
 if __name__ == "__main__":
     sys.exit(main())
