@@ -39,12 +39,12 @@ class Question:
     tokens: Int[Tensor, "1 pos"]
     answer: int
     versus: int
-    answer_text: str
-    versus_text: str
+    answer_name: str
+    versus_name: str
 
     @property
     def difference(self) -> str:
-        return f"{self.answer_text!r} minus {self.versus_text!r}"
+        return f"{self.answer_name} minus {self.versus_name}"
 
 
 def run(
@@ -86,7 +86,7 @@ def run(
             written_by(loaded, question, cache),
             ablations(loaded, question),
         ]
-    title = f"{prompt!r}: why {question.answer_text!r} rather than {question.versus_text!r}?"
+    title = f"{prompt!r}: why {question.answer_name} rather than {question.versus_name}?"
     intro = f"{model}, {str(loaded.dtype).removeprefix('torch.')} on {loaded.device}; {question.tokens.shape[1]} tokens, the last one asked."
     print(f"{title}\n{intro}")
     for section in sections:
@@ -125,8 +125,15 @@ def ask(
     assert isinstance(cache, ActivationCache)
     likeliest = iter(i for i in cache["logits"][0, -1].topk(4).indices.tolist() if i not in chosen)
     answer_id, versus_id = (next(likeliest) if token is None else token for token in chosen)
-    texts = [model.to_single_str_token(token) for token in (answer_id, versus_id)]
-    return Question(tokens, answer_id, versus_id, *texts), cache
+    return Question(
+        tokens, answer_id, versus_id, named(model, answer_id), named(model, versus_id)
+    ), cache
+
+
+def named(model: HookedModel, token: int) -> str:
+    """A token in quotes, its space seen; a place in the vocabulary that no text fills by its number."""
+    text = model.to_single_str_token(token)
+    return repr(text) if text else f"token {token}"
 
 
 # -- what the page shows ------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ def next_tokens(model: HookedModel, question: Question, cache: ActivationCache) 
     ids = list(dict.fromkeys([*likeliest, question.answer, question.versus]))
     rows = Table(
         {
-            "token": [repr(model.to_single_str_token(i)) for i in ids],
+            "token": [named(model, i) for i in ids],
             "id": ids,
             "rank": [rank_of(logits, i) for i in ids],
             "logit": logits[ids].tolist(),
@@ -178,7 +185,7 @@ def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Sect
         probs, first = logits.softmax(-1), int(logits.argmax())
         row = (
             place,
-            repr(model.to_single_str_token(first)),
+            named(model, first),
             probs[first].item(),
             rank_of(logits, question.answer),
             probs[question.answer].item(),

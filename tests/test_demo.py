@@ -48,8 +48,9 @@ def test_by_default_the_models_first_two_choices_are_compared(model):
     question, _ = ask(model, PROMPT)
     first, second = model(PROMPT)[0, -1].topk(2).indices.tolist()
     assert (question.answer, question.versus) == (first, second)
-    assert (question.answer_text, question.versus_text) == tuple(
-        map(model.to_single_str_token, (first, second))
+    assert (question.answer_name, question.versus_name) == (
+        demo.named(model, first),
+        demo.named(model, second),
     )
 
 
@@ -253,5 +254,6 @@ def test_what_is_read_is_what_attribution_needs(asked):
 
 
 def test_a_question_is_written_out(model):
-    question = Question(torch.tensor([[2, 5]]), 4, 5, " a", " b")
-    assert question.difference == "' a' minus ' b'"
+    question = Question(torch.tensor([[2, 5]]), 4, 5, "' a'", "token 5")
+    assert question.difference == "' a' minus token 5"
+    assert [demo.named(model, token) for token in (11, 100)] == ["' Paris'", "token 100"]
