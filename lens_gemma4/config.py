@@ -245,6 +245,8 @@ class HookedConfig:
         _refuse_unknown_computation(given, "text_config." if wrapper else "")
         text = {**TEXT_DEFAULTS, **given}
         layers = _layers(text)
+        # A table by block may move the sliding blocks off the file's global sizes.
+        usual = next((layer for layer in layers if layer.kind == "sliding"), None)
         tokens = {**TOKEN_DEFAULTS, **raw} if wrapper else {}
         # In a wrapper the top level decides, whatever text_config says.
         tied = raw.get("tie_word_embeddings", True) if wrapper else text["tie_word_embeddings"]
@@ -256,8 +258,8 @@ class HookedConfig:
             n_layers=text["num_hidden_layers"],
             d_model=text["hidden_size"],
             n_heads=text["num_attention_heads"],
-            n_key_value_heads=text["num_key_value_heads"],
-            d_head=text["head_dim"],
+            n_key_value_heads=usual.n_key_value_heads if usual else text["num_key_value_heads"],
+            d_head=usual.d_head if usual else text["head_dim"],
             d_mlp=text["intermediate_size"],
             d_vocab=text["vocab_size"],
             n_ctx=text["max_position_embeddings"],
@@ -286,26 +288,26 @@ class HookedConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json to save: what was read, with the block sizes in both dialects (so that every
-        supported transformers reads it), and every field that was not understood passed on."""
+        """The config.json to save: what was read, with every field that was not understood passed on.
+
+        The full blocks' sizes are in the Hub's words, which every release reads. A table by block beside them
+        would stop 5.14, which takes tables but not from this family, and one alone would stop 5.10 to 5.14; it
+        is written only where the Hub has no words: full blocks with key/value heads and values of their own.
+        """
         raw = copy.deepcopy(self.raw)
         text = raw["text_config"] if self.is_wrapper else raw
-        overrides = {
-            str(layer.index): {
-                "head_dim": layer.d_head,
-                "num_key_value_heads": layer.n_key_value_heads,
-            }
-            for layer in self.layers
-            if (layer.d_head, layer.n_key_value_heads) != (self.d_head, self.n_key_value_heads)
-        }  # empty where all are alike, which must be said too: without it transformers makes full heads 512 wide
-        text["per_layer_config"] = overrides
-        full = self.layers[-1]
-        for name in ("global_head_dim", "num_global_key_value_heads"):
+        for name in ("global_head_dim", "num_global_key_value_heads", "per_layer_config"):
             text.pop(name, None)
-        # The Hub's dialect has no words for full blocks with their own key/value heads unless keys are values.
+        text["head_dim"], text["num_key_value_heads"] = self.d_head, self.n_key_value_heads
+        full = self.layers[-1]
+        sizes = {"head_dim": full.d_head, "num_key_value_heads": full.n_key_value_heads}
         if full.k_eq_v or full.n_key_value_heads == self.n_key_value_heads:
             text["global_head_dim"] = full.d_head
             text["num_global_key_value_heads"] = full.n_key_value_heads
+        else:
+            text["per_layer_config"] = {
+                str(layer.index): dict(sizes) for layer in self.layers if layer.kind == "full"
+            }
         text["layer_types"] = [f"{layer.kind}_attention" for layer in self.layers]
         if self.vision is not None:  # transformers would take its own default of 3840
             raw["vision_config"]["output_proj_dims"] = self.vision.d_vision

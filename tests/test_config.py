@@ -492,14 +492,28 @@ def test_what_is_saved_reads_as_what_was_read(seed):
     assert again.to_hf() == cfg.to_hf()
 
 
-def test_the_hubs_words_and_the_table_stand_together():
+def test_sizes_are_saved_in_the_hubs_words_which_every_release_reads():
+    """A table by block beside them stops transformers 5.14."""
     text = small(attention_k_eq_v=True, per_layer_config=BY_BLOCK).to_hf()
     assert (text["global_head_dim"], text["num_global_key_value_heads"]) == (16, 1)
-    assert text["per_layer_config"] == {
-        str(i): {"head_dim": 16, "num_key_value_heads": 1} for i in (1, 3)
-    }
+    assert "per_layer_config" not in text
     uniform = small(per_layer_config={}).to_hf()
-    assert (uniform["global_head_dim"], uniform["per_layer_config"]) == (8, {})  # not 512
+    assert (uniform["global_head_dim"], sizes(HookedConfig.from_hf(uniform))) == (8, [(8, 2)] * 4)
+
+
+def test_what_the_hub_has_no_words_for_is_saved_by_block():
+    table = {i: {"head_dim": 16, "num_key_value_heads": 1} for i in (1, 3)}
+    text = small(per_layer_config=table).to_hf()
+    assert text["per_layer_config"] == {str(i): entry for i, entry in table.items()}
+    assert "global_head_dim" not in text
+    assert sizes(HookedConfig.from_hf(text)) == [(8, 2), (16, 1)] * 2
+
+
+def test_a_table_may_move_the_sliding_blocks_and_root_sizes_are_theirs():
+    cfg = small(per_layer_config={i: {"head_dim": 12} for i in (0, 2)})
+    assert sizes(cfg) == [(12, 2), (8, 2)] * 2
+    assert (cfg.d_head, cfg.to_hf()["head_dim"], cfg.to_hf()["global_head_dim"]) == (12, 12, 8)
+    assert HookedConfig.from_hf(cfg.to_hf()) == cfg
 
 
 def test_the_window_of_a_model_that_sees_both_ways_is_saved_as_it_was_read():

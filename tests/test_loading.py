@@ -779,9 +779,7 @@ def test_random_ones_do_too_in_whatever_dialect_they_came(seed, tmp_path):
     assert same_logits(load(tmp_path / "theirs"), in_transformers(tmp_path / "ours"))
 
 
-def test_sizes_by_block_alone_are_saved_so_that_the_oldest_release_reads_them(
-    checkpoints, tmp_path
-):
+def test_sizes_by_block_are_saved_so_that_every_release_reads_them(checkpoints, tmp_path):
     """transformers 5.10 would read its default of 512 for the full blocks' heads."""
     folder = Path(shutil.copytree(checkpoints["wrapper"], tmp_path / "new"))
 
@@ -797,6 +795,7 @@ def test_sizes_by_block_alone_are_saved_so_that_the_oldest_release_reads_them(
     assert same_logits(load(folder), in_transformers(tmp_path / "both"))
     text = json.loads((tmp_path / "both" / "config.json").read_text())["text_config"]
     assert (text["global_head_dim"], text["num_global_key_value_heads"]) == (32, 1)
+    assert "per_layer_config" not in text  # beside the Hub's words it stops 5.14
 
 
 def test_a_model_that_sees_both_ways_keeps_its_window_through_saving(tmp_path):
