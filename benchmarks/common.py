@@ -62,13 +62,17 @@ def text_pair(shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> tupl
     from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
     config = Gemma4UnifiedTextConfig(**shape)
-    hf_model = Gemma4UnifiedForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    hf_model = Gemma4UnifiedForCausalLM._from_config(
+        config, dtype=dtype, attn_implementation="sdpa"
+    )
     hf_model.eval().requires_grad_(False)
     randomise(hf_model)
     return hf_model, HookedModel.from_pretrained(hf_model=hf_model)
 
 
-def ratios(calls: dict[str, Callable[[], Any]], base: str, rounds: int) -> dict[str, tuple[float, float, float]]:
+def ratios(
+    calls: dict[str, Callable[[], Any]], base: str, rounds: int
+) -> dict[str, tuple[float, float, float]]:
     """Lower quartile, median and upper quartile of each call's time over `base`'s in the same round.
 
     Calls take turns within a round, in turning order, so that a slow moment of the machine hits all alike.
@@ -101,6 +105,8 @@ def machine() -> str:
 def processor() -> str:
     try:
         with open("/proc/cpuinfo") as lines:  # noqa: PTH123
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":")[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor()

@@ -37,7 +37,13 @@ TEXT_12B: dict[str, Any] = {
     "sliding_window": 1024,
     "final_logit_softcapping": 30.0,
 }
-VISION_12B = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120, "output_proj_dims": 3840}
+VISION_12B = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 3840,
+    "mm_posemb_size": 1120,
+    "output_proj_dims": 3840,
+}
 TEXT_SMALL = TEXT_12B | {
     "vocab_size": 1000,
     "hidden_size": 60,
@@ -49,17 +55,28 @@ TEXT_SMALL = TEXT_12B | {
     "global_head_dim": 32,
     "sliding_window": 16,
 }
-VISION_SMALL = VISION_12B | {"patch_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32}
+VISION_SMALL = VISION_12B | {
+    "patch_size": 2,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 32,
+}
 TOKENS = {"image_token_id": 990, "audio_token_id": 991, "video_token_id": 992}
 
 
 def build(small: bool, device: str) -> Any:
     """The wrapper with vision and audio, random bfloat16 weights, straight on the device."""
-    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedTextConfig
+    from transformers import (
+        Gemma4UnifiedConfig,
+        Gemma4UnifiedForConditionalGeneration,
+        Gemma4UnifiedTextConfig,
+    )
 
     text = Gemma4UnifiedTextConfig(**(TEXT_SMALL if small else TEXT_12B))
     vision = VISION_SMALL if small else VISION_12B
-    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config={}, **(TOKENS if small else {}))
+    config = Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config={}, **(TOKENS if small else {})
+    )
     with torch.device(device):
         model = Gemma4UnifiedForConditionalGeneration._from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
@@ -78,9 +95,13 @@ def prompts(cfg: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
     batch = torch.randint(5, top, (2, 48), generator=generator)
     mask = torch.ones_like(batch)
     mask[0, :11], batch[0, :11] = 0, 0
-    grid = torch.cartesian_prod(torch.arange(4), torch.arange(5)).flip(-1)[None]  # [image patch axis]
+    grid = torch.cartesian_prod(torch.arange(4), torch.arange(5)).flip(-1)[
+        None
+    ]  # [image patch axis]
     pixels = torch.rand(1, grid.shape[1], cfg.vision.d_patch, generator=generator)
-    image = torch.cat([text[:, :7], torch.full((1, grid.shape[1]), cfg.image_token_id), text[:, 7:20]], dim=1)
+    image = torch.cat(
+        [text[:, :7], torch.full((1, grid.shape[1]), cfg.image_token_id), text[:, 7:20]], dim=1
+    )
     given = {
         "text": {"input_ids": text},
         "padded": {"input_ids": batch, "attention_mask": mask},
@@ -91,7 +112,10 @@ def prompts(cfg: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
             "mm_token_type_ids": (image == cfg.image_token_id).long(),
         },
     }
-    return {name: {key: value.to(device) for key, value in inputs.items()} for name, inputs in given.items()}
+    return {
+        name: {key: value.to(device) for key, value in inputs.items()}
+        for name, inputs in given.items()
+    }
 
 
 def rules() -> str:
@@ -138,16 +162,24 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     if not args.small and not args.device.startswith("cuda"):
-        print("the full 12B needs a CUDA card; --small runs the same checks on a small model here", file=sys.stderr)
+        print(
+            "the full 12B needs a CUDA card; --small runs the same checks on a small model here",
+            file=sys.stderr,
+        )
         return 2
     card = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     version = importlib.metadata.version("transformers")
-    lines = [f"{datetime.date.today()}  {card}, torch {torch.__version__}, transformers {version}", rules()]
+    lines = [
+        f"{datetime.date.today()}  {card}, torch {torch.__version__}, transformers {version}",
+        rules(),
+    ]
     print("\n".join(lines), flush=True)
     begin = time.perf_counter()
     hf_model = build(args.small, args.device)
     model = HookedModel.from_pretrained(hf_model=hf_model)
-    lines.append(f"built in {time.perf_counter() - begin:.1f} s, {model.n_params_total / 1e9:.2f} billion weights")
+    lines.append(
+        f"built in {time.perf_counter() - begin:.1f} s, {model.n_params_total / 1e9:.2f} billion weights"
+    )
     wrong = 0
     for name, inputs in prompts(model.cfg, args.device).items():
         for attention in ("sdpa", "eager"):
@@ -159,7 +191,9 @@ def main() -> int:
             equal = torch.equal(theirs[real], ours[real])
             moved = _control(model, inputs, ours, real)
             wrong += not (equal and moved)
-            lines.append(f"{name:7} {attention:6} largest difference {difference:g} {'' if equal else 'DIFFERS'} control moves: {moved}")
+            lines.append(
+                f"{name:7} {attention:6} largest difference {difference:g} {'' if equal else 'DIFFERS'} control moves: {moved}"
+            )
             print(lines[-1], flush=True)
             del theirs, ours
         lines += _costs(hf_model, model, name, inputs, args.device, args.rounds)
@@ -181,20 +215,26 @@ def _control(model: HookedModel, inputs: Any, ours: torch.Tensor, real: torch.Te
     return moved
 
 
-def _costs(hf_model: Any, model: HookedModel, name: str, inputs: Any, device: str, rounds: int) -> list[str]:
+def _costs(
+    hf_model: Any, model: HookedModel, name: str, inputs: Any, device: str, rounds: int
+) -> list[str]:
     hf_model.set_attn_implementation("sdpa")
     model.set_attn_implementation("sdpa")
     calls = {
         "transformers": synced(lambda: hf_model(**inputs).logits, device),
         "forward": synced(lambda: model(**inputs), device),
-        "stream cached": synced(lambda: model.run_with_cache(**inputs, names_filter="blocks.*.hook_resid_post"), device),
+        "stream cached": synced(
+            lambda: model.run_with_cache(**inputs, names_filter="blocks.*.hook_resid_post"), device
+        ),
     }
     base = peak(calls["transformers"], device)
     lines = []
     for call, (low, middle, high) in ratios(calls, "transformers", rounds).items():
         memory = peak(calls[call], device)
         times = f"time {middle:.3f} ({low:.3f} to {high:.3f})"
-        lines.append(f"{name:7} {call:14} {times}, peak memory {memory:.0f} MB ({memory / base if base else 1:.2f})")
+        lines.append(
+            f"{name:7} {call:14} {times}, peak memory {memory:.0f} MB ({memory / base if base else 1:.2f})"
+        )
     return lines
 
 

@@ -22,7 +22,12 @@ from pathlib import Path
 import torch
 from common import MID, machine, randomise
 
-SHAPE = MID | {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 64_000}
+SHAPE = MID | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 12,
+    "vocab_size": 64_000,
+}
 
 
 def anonymous_kb() -> int:
@@ -61,7 +66,9 @@ def load(which: str, folder: str) -> None:
 
 
 def run(which: str, folder: Path) -> dict[str, float]:
-    out = subprocess.run([sys.executable, __file__, "--load", which, str(folder)], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, __file__, "--load", which, str(folder)], capture_output=True, text=True
+    )
     if out.returncode:
         raise RuntimeError(out.stderr)
     return json.loads(out.stdout.strip().splitlines()[-1])
@@ -75,17 +82,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.load:
-        return load(*args.load)
+        load(*args.load)
+        return
     from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        hf_model = Gemma4UnifiedForCausalLM._from_config(Gemma4UnifiedTextConfig(**SHAPE), dtype=torch.bfloat16)
+        hf_model = Gemma4UnifiedForCausalLM._from_config(
+            Gemma4UnifiedTextConfig(**SHAPE), dtype=torch.bfloat16
+        )
         randomise(hf_model)
         hf_model.save_pretrained(folder)
         del hf_model
         size = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 2**20
-        rounds = [{which: run(which, Path(folder)) for which in ("transformers", "ours")} for _ in range(args.rounds)]
-    lines = [f"{datetime.date.today()}  {machine()}", f"a file of {size:.0f} MB, bfloat16, {args.rounds} rounds"]
+        rounds = [
+            {which: run(which, Path(folder)) for which in ("transformers", "ours")}
+            for _ in range(args.rounds)
+        ]
+    lines = [
+        f"{datetime.date.today()}  {machine()}",
+        f"a file of {size:.0f} MB, bfloat16, {args.rounds} rounds",
+    ]
     for key, unit in (("seconds", "s"), ("peak_mb", "MB")):
         ours, theirs = ([r[which][key] for r in rounds] for which in ("ours", "transformers"))
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True) if b)
@@ -93,7 +109,9 @@ def main() -> None:
             f"{key:8} ours {statistics.median(ours):8.2f} {unit}  transformers {statistics.median(theirs):8.2f} {unit}  ratio {ratio:.3f}"
         )
     share = statistics.median(r["ours"]["peak_mb"] for r in rounds) / size
-    lines.append(f"anonymous memory added by ours: {share:.1%} of the file (bound 5 %: {'ok' if share < 0.05 else 'ABOVE'})")
+    lines.append(
+        f"anonymous memory added by ours: {share:.1%} of the file (bound 5 %: {'ok' if share < 0.05 else 'ABOVE'})"
+    )
     print("\n".join(lines))
     if args.output:
         args.output.write_text("\n".join(lines) + "\n")

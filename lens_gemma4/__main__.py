@@ -135,6 +135,7 @@ def _names(given: argparse.Namespace) -> int:
     columns = {
         "hook point": [row.name + " *" * row.starred for row in names.ROWS],
         "standard name": [", ".join(row.standard) for row in names.ROWS],
+        "in transformers": [row.hf for row in names.ROWS],
         "axes": [row.axes for row in names.ROWS],
         "what it is": [row.meaning for row in names.ROWS],
     }

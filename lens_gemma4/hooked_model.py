@@ -112,11 +112,18 @@ class HookedModel(TextInputs, Gemma4):
             ConfigError: another model_type, or a field this network does not compute.
         """
         if device_map is not None:
-            raise ValueError("device_map is not supported: the model lives on one device; use device=")
+            raise ValueError(
+                "device_map is not supported: the model lives on one device; use device="
+            )
         if name_or_path is None and hf_model is None:
             raise ValueError('give a Hub id, a folder or "tiny"')
         dtype = _dtype(dtype)
-        hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        hub: dict[str, Any] = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }
         folder = None if name_or_path is None else loading.resolve(name_or_path, **hub)
         cfg = HookedConfig.from_hf(folder) if hf_model is None else loading.config_of(hf_model)  # type: ignore[arg-type]
         with torch.device("meta"):
@@ -179,7 +186,9 @@ class HookedModel(TextInputs, Gemma4):
             HookNameError: a literally named hook that cannot fire in this call.
         """
         if return_type not in ("logits", "loss", "both", None):
-            raise ValueError(f'return_type is {return_type!r}; use "logits", "loss", "both" or None')
+            raise ValueError(
+                f'return_type is {return_type!r}; use "logits", "loss", "both" or None'
+            )
         tensors = self.prepare(input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs)
         wants_logits = return_type is not None or self.hook_logits.live or self.hook_logits_raw.live
         layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
@@ -189,7 +198,9 @@ class HookedModel(TextInputs, Gemma4):
             return out
         if return_type == "logits" or return_type is None:
             return out if return_type else None
-        loss = self.loss_fn(out, tensors.get("input_ids"), tensors.get("attention_mask"), per_token=loss_per_token)
+        loss = self.loss_fn(
+            out, tensors.get("input_ids"), tensors.get("attention_mask"), per_token=loss_per_token
+        )
         return Output(out, loss) if return_type == "both" else loss
 
     def prepare(
@@ -220,14 +231,23 @@ class HookedModel(TextInputs, Gemma4):
         input = input_ids if input is None else input
         if _is_text(input):
             tensors |= self.encode_inputs(
-                input, prepend_bos=prepend_bos, padding_side=padding_side, images=images, videos=videos, audio=audio
+                input,
+                prepend_bos=prepend_bos,
+                padding_side=padding_side,
+                images=images,
+                videos=videos,
+                audio=audio,
             )
         elif images is not None or videos is not None or audio is not None:
-            raise ValueError("images, videos and audio go with text; with ids, give what the processor returned")
+            raise ValueError(
+                "images, videos and audio go with text; with ids, give what the processor returned"
+            )
         elif input is not None:
             tensors["input_ids"] = _ids(input)
         elif tensors.get("inputs_embeds") is None and tensors.get("resid") is None:
-            raise ValueError("nothing to run: give text, ids, a processor's output, or inputs_embeds")
+            raise ValueError(
+                "nothing to run: give text, ids, a processor's output, or inputs_embeds"
+            )
         tensors = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in tensors.items()}
         self._warn_about(tensors)
         return tensors
@@ -263,7 +283,9 @@ class HookedModel(TextInputs, Gemma4):
         True
         """
         inputs = {k: v for k, v in model_kwargs.items() if k not in _RUN_KEYS}
-        tensors = self.prepare(*model_args, start_at_layer=model_kwargs.get("start_at_layer"), **inputs)
+        tensors = self.prepare(
+            *model_args, start_at_layer=model_kwargs.get("start_at_layer"), **inputs
+        )
         run = {k: v for k, v in model_kwargs.items() if k in _RUN_KEYS}
         out, values = self.run_and_store(
             names_filter=names_filter,
@@ -278,16 +300,28 @@ class HookedModel(TextInputs, Gemma4):
         if not return_cache_object:
             return out, values
         whole = None if pos_slice is not None else values.get("hook_logits")
-        logits = _logits_of(out, run, whole[None] if whole is not None and remove_batch_dim else whole)
+        logits = _logits_of(
+            out, run, whole[None] if whole is not None and remove_batch_dim else whole
+        )
         derived = self._derived(tensors, logits, device)
         if remove_batch_dim:
-            derived = {name: value[0] if isinstance(value, Tensor) else value for name, value in derived.items()}
+            derived = {
+                name: value[0] if isinstance(value, Tensor) else value
+                for name, value in derived.items()
+            }
         return out, ActivationCache(
-            values, self.cfg, self.attribution_weights(), derived, has_batch_dim=not remove_batch_dim
+            values,
+            self.cfg,
+            self.attribution_weights(),
+            derived,
+            has_batch_dim=not remove_batch_dim,
         )
 
     def _derived(
-        self, tensors: Mapping[str, Any], logits: Tensor | None, device: torch.device | str | None = None
+        self,
+        tensors: Mapping[str, Any],
+        logits: Tensor | None,
+        device: torch.device | str | None = None,
     ) -> dict[str, Any]:
         """Values the cache serves that no hook point holds."""
         ids = tensors.get("input_ids")
@@ -297,7 +331,9 @@ class HookedModel(TextInputs, Gemma4):
         mask = tensors.get("attention_mask")
         derived: dict[str, Any] = {
             "input_size": tuple(first.shape[:2]),
-            "attention_mask": torch.ones(first.shape[:2], dtype=torch.long, device=self.device) if mask is None else mask,
+            "attention_mask": torch.ones(first.shape[:2], dtype=torch.long, device=self.device)
+            if mask is None
+            else mask,
         }
         if self.cfg.vision is not None and ids is not None:
             derived["vision.image_token_mask"] = ids == self.cfg.image_token_id
@@ -305,7 +341,10 @@ class HookedModel(TextInputs, Gemma4):
             derived["next_token_probs"] = logits.detach()[:, -1].float().softmax(-1)
         if device is None:
             return derived
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in derived.items()}
+        return {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in derived.items()
+        }
 
     def attribution_weights(self) -> dict[str, Any]:
         """References to the few weights that attributions need; no copies."""
@@ -321,16 +360,24 @@ class HookedModel(TextInputs, Gemma4):
             "W_U": self.W_U,
         }
 
-    def input_to_embed(self, input: Any = None, **inputs: Any) -> Float[Tensor, "batch pos d_model"]:
+    def input_to_embed(
+        self, input: Any = None, **inputs: Any
+    ) -> Float[Tensor, "batch pos d_model"]:
         """The stream entering block 0: embeddings with media features in place."""
         return self.forward(input, stop_at_layer=0, **inputs)  # type: ignore[return-value]
 
     def loss_fn(
-        self, logits: Tensor, tokens: Tensor | None, attention_mask: Tensor | None = None, per_token: bool = False
+        self,
+        logits: Tensor,
+        tokens: Tensor | None,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
     ) -> Float[Tensor, ""] | Float[Tensor, "batch targets"]:
         """Next-token loss in nats, float32, over targets that are neither padding nor placeholders."""
         if tokens is None:
-            raise ValueError("a loss needs the ids that were run: give input_ids beside inputs_embeds or the stream")
+            raise ValueError(
+                "a loss needs the ids that were run: give input_ids beside inputs_embeds or the stream"
+            )
         words = torch.ones_like(tokens, dtype=torch.bool)
         for token in (self.cfg.image_token_id, self.cfg.video_token_id, self.cfg.audio_token_id):
             if token is not None:
@@ -358,16 +405,24 @@ class HookedModel(TextInputs, Gemma4):
             return
         ids, positions = tensors.get("input_ids"), tensors.get("position_ids")
         pad = self.cfg.pad_token_id
-        if ids is not None and pad is not None and "pad" not in self._warned and bool((ids == pad).any()):
-                self._warn("pad", "the ids hold the pad token and no attention_mask was given, so it is attended to")
+        if (
+            ids is not None
+            and pad is not None
+            and "pad" not in self._warned
+            and bool((ids == pad).any())
+        ):
+            self._warn(
+                "pad",
+                "the ids hold the pad token and no attention_mask was given, so it is attended to",
+            )
         if not isinstance(positions, Tensor) or "jump" in self._warned:
             return
         if bool((positions.diff(dim=-1) != 1).any()):
-                self._warn(
-                    "jump",
-                    "position_ids jump and no attention_mask was given. Positions only turn the rotary here; "
-                    "transformers' wrapper would also hide the parts from each other, as packed documents",
-                )
+            self._warn(
+                "jump",
+                "position_ids jump and no attention_mask was given. Positions only turn the rotary here; "
+                "transformers' wrapper would also hide the parts from each other, as packed documents",
+            )
 
     def _warn(self, key: str, message: str) -> None:
         self._warned.add(key)
@@ -375,7 +430,9 @@ class HookedModel(TextInputs, Gemma4):
 
     # -- verbs ------------------------------------------------------------------------------------------
 
-    def project_on_vocab(self, stream: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
+    def project_on_vocab(
+        self, stream: Float[Tensor, "*axes d_model"]
+    ) -> Float[Tensor, "*axes d_vocab"]:
         """The logit lens: final norm (recomputed), head and softcap. No hook fires."""
         raw = torch.nn.functional.linear(self.ln_final.plain(stream), self.unembedding)
         return softcap(raw, self.cfg.output_logits_soft_cap)
@@ -402,7 +459,9 @@ class HookedModel(TextInputs, Gemma4):
             positions: where; everywhere by default.
         """
         if vector.shape[-1] != self.cfg.d_model:
-            raise ValueError(f"the steering vector is {list(vector.shape)}; needed is [... {self.cfg.d_model}]")
+            raise ValueError(
+                f"the steering vector is {list(vector.shape)}; needed is [... {self.cfg.d_model}]"
+            )
         where = slice(None) if positions is None else positions
 
         def add(resid: Tensor, hook: HookPoint | NamedPoint) -> Tensor:
@@ -422,7 +481,9 @@ class HookedModel(TextInputs, Gemma4):
         would have passed on (by default what entered them). They compute nothing and their hooks are silent."""
         begin, end = self.cfg.layer(first).index, self.cfg.layer(last).index
         if begin > end:
-            raise ValueError(f"skip_layers({first}, {last}) leaves out nothing: the first is above the last")
+            raise ValueError(
+                f"skip_layers({first}, {last}) leaves out nothing: the first is above the last"
+            )
         outer = self._skipped
         self._skipped = outer | dict.fromkeys(range(begin, end + 1), stream)
         try:
@@ -470,7 +531,9 @@ class HookedModel(TextInputs, Gemma4):
     def W_out(self) -> list[Tensor]:
         return [block.mlp.W_out for block in self.blocks]
 
-    def accumulated_bias(self, layer: int = -1, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
+    def accumulated_bias(
+        self, layer: int = -1, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Tensor:
         """Sum of the biases that reach the stream: zero, since this family has none. `[d_model]`"""
         return torch.zeros(self.cfg.d_model, dtype=self.dtype, device=self.device)
 
@@ -480,7 +543,10 @@ class HookedModel(TextInputs, Gemma4):
         for i, block in enumerate(self.blocks):
             own = ("W_Q", "W_O") if block.cfg.lender is not None else ("W_Q", "W_K", "W_V", "W_O")
             yield from ((f"blocks.{i}.attn.{name}", getattr(block.attn, name)) for name in own)
-            yield from ((f"blocks.{i}.mlp.{name}", getattr(block.mlp, name)) for name in ("W_gate", "W_in", "W_out"))
+            yield from (
+                (f"blocks.{i}.mlp.{name}", getattr(block.mlp, name))
+                for name in ("W_gate", "W_in", "W_out")
+            )
 
     def tl_parameters(self) -> dict[str, Tensor]:
         return dict(self.tl_named_parameters())
@@ -528,7 +594,9 @@ class HookedModel(TextInputs, Gemma4):
         return [_layer_sizes(layer) for layer in self.cfg.layers]
 
     def all_head_labels(self) -> list[str]:
-        return [f"L{layer.index}H{head}" for layer in self.cfg.layers for head in range(layer.n_heads)]
+        return [
+            f"L{layer.index}H{head}" for layer in self.cfg.layers for head in range(layer.n_heads)
+        ]
 
     # -- what there is ----------------------------------------------------------------------------------
 
@@ -536,9 +604,14 @@ class HookedModel(TextInputs, Gemma4):
         """Every value of the table: its names, axes, whether this checkpoint has it, and if not, why."""
         rows = []
         for row in names.ROWS:
-            reasons = [names.absent(row, self.cfg, layer) for layer in (self.cfg.layers if row.in_block else (None,))]
+            reasons = [
+                names.absent(row, self.cfg, layer)
+                for layer in (self.cfg.layers if row.in_block else (None,))
+            ]
             missing = [reason for reason in reasons if reason]
-            state = "yes" if not missing else "no" if len(missing) == len(reasons) else "some blocks"
+            state = (
+                "yes" if not missing else "no" if len(missing) == len(reasons) else "some blocks"
+            )
             rows.append(
                 {
                     "name": row.name,
@@ -553,11 +626,15 @@ class HookedModel(TextInputs, Gemma4):
 
     def __getattr__(self, name: str) -> Any:
         if name in _NO_BIAS:
-            raise Unavailable(f"no {name}: this family has no biases in its blocks and no position matrix")
+            raise Unavailable(
+                f"no {name}: this family has no biases in its blocks and no position matrix"
+            )
         return super().__getattr__(name)
 
     def __repr__(self) -> str:
-        return names.tree(self.cfg, f"{type(self).__name__}({self.cfg.model_name!r}, {self.dtype}, {self.device})")
+        return names.tree(
+            self.cfg, f"{type(self).__name__}({self.cfg.model_name!r}, {self.dtype}, {self.device})"
+        )
 
     # Flags of TransformerLens: the points they switch on are always there.
 
@@ -588,7 +665,9 @@ def _logits_of(out: Any, run: Mapping[str, Any], kept: Tensor | None) -> Tensor 
 
 
 def _layer_sizes(layer: LayerConfig) -> LayerSizes:
-    return LayerSizes(AttentionSizes(layer.n_heads, layer.n_key_value_heads, layer.d_head), MLPSizes(layer.d_mlp))
+    return LayerSizes(
+        AttentionSizes(layer.n_heads, layer.n_key_value_heads, layer.d_head), MLPSizes(layer.d_mlp)
+    )
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -596,14 +675,20 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; use torch.float32, torch.bfloat16, torch.float64, or their names")
+        raise ValueError(
+            f"dtype is {dtype!r}; use torch.float32, torch.bfloat16, torch.float64, or their names"
+        )
     return found
 
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, str) for item in value)
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(item, str) for item in value)
+    )
 
 
 def _ids(value: Any) -> Tensor:
@@ -614,7 +699,9 @@ def _ids(value: Any) -> Tensor:
         try:
             ids = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"cannot run {type(value).__name__}: give text, a list of texts, or ids [batch pos]") from error
+            raise TypeError(
+                f"cannot run {type(value).__name__}: give text, a list of texts, or ids [batch pos]"
+            ) from error
     if ids.is_floating_point():
         raise TypeError(
             f"ids must be whole numbers, got {ids.dtype} {list(ids.shape)}; a stream goes with start_at_layer, "
@@ -627,7 +714,9 @@ def _merge(processed: Mapping[str, Any], inputs: dict[str, Any]) -> dict[str, An
     """A processor's output with keywords beside it; the same key twice is refused."""
     extra = {k: v for k, v in inputs.items() if v is not None}
     if twice := sorted(set(processed) & set(extra)):
-        raise ValueError(f"{twice} given both in the processor's output and as keywords: give them once")
+        raise ValueError(
+            f"{twice} given both in the processor's output and as keywords: give them once"
+        )
     return {**processed, **extra}
 
 
@@ -660,7 +749,9 @@ def _slicer(pos_slice: Any) -> Callable[[Tensor, str], Tensor] | None:
 def _raise_unless_finite(value: Tensor, hook: HookPoint | NamedPoint) -> None:
     # Masked scores hold the dtype's lowest number, which is finite.
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        raise FloatingPointError(f"{hook.name!r} is the first value that is not finite ({value.dtype})")
+        raise FloatingPointError(
+            f"{hook.name!r} is the first value that is not finite ({value.dtype})"
+        )
 
 
 __all__ = ["HookNameError", "HookedModel", "Output"]

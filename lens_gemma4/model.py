@@ -90,7 +90,9 @@ class RMSNorm(nn.Module):
         wide_x = wide(x)
         mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
         scale, explicit = self.hook_scale.watch(mean_square.sqrt())
-        normalized = self.hook_normalized(wide_x / scale if explicit else wide_x * mean_square.pow(-0.5))
+        normalized = self.hook_normalized(
+            wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)
+        )
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
         return normalized.to(x.dtype)
@@ -108,7 +110,11 @@ class LayerNorm(nn.Module):
         self.hook_out = HookPoint()
 
     def forward(self, x: Float[Tensor, "*axes d"], weights: LayerNorm) -> Float[Tensor, "*axes d"]:
-        out = self._explicit(x, weights) if self.hook_scale.live or self.hook_normalized.live else None
+        out = (
+            self._explicit(x, weights)
+            if self.hook_scale.live or self.hook_normalized.live
+            else None
+        )
         if out is None:
             out = F.layer_norm(x, x.shape[-1:], weights.weight, weights.bias, LAYER_NORM_EPS)
         return self.hook_out(out)
@@ -116,7 +122,9 @@ class LayerNorm(nn.Module):
     def _explicit(self, x: Tensor, weights: LayerNorm) -> Tensor | None:
         """The long form, or None when nobody changed anything."""
         centred = wide(x) - wide(x).mean(-1, keepdim=True)
-        scale, by_scale = self.hook_scale.watch((centred.pow(2).mean(-1, keepdim=True) + LAYER_NORM_EPS).sqrt())
+        scale, by_scale = self.hook_scale.watch(
+            (centred.pow(2).mean(-1, keepdim=True) + LAYER_NORM_EPS).sqrt()
+        )
         normalized, by_value = self.hook_normalized.watch(centred / scale)
         if not (by_scale or by_value):
             return None
@@ -134,7 +142,9 @@ class Shown(nn.Module):
 # -- rotary positions ---------------------------------------------------------------------------------
 
 
-def rotary_frequencies(rotary: RotaryConfig, d_head: int, dtype: torch.dtype) -> Float[Tensor, " half"]:
+def rotary_frequencies(
+    rotary: RotaryConfig, d_head: int, dtype: torch.dtype
+) -> Float[Tensor, " half"]:
     """Radians per position of each pair of a head.
 
     Exponents divide by the whole head even where only a fraction of it turns; the rest stands still.
@@ -147,7 +157,9 @@ def rotary_frequencies(rotary: RotaryConfig, d_head: int, dtype: torch.dtype) ->
 
 
 def rotate(
-    x: Float[Tensor, "batch pos heads d_head"], cos: Float[Tensor, "rows pos d_head"], sin: Float[Tensor, "rows pos d_head"]
+    x: Float[Tensor, "batch pos heads d_head"],
+    cos: Float[Tensor, "rows pos d_head"],
+    sin: Float[Tensor, "rows pos d_head"],
 ) -> Float[Tensor, "batch pos heads d_head"]:
     """Turn each head by its position's angle; pairs are (i, i + d_head / 2)."""
     half = x.shape[-1] // 2
@@ -279,16 +291,24 @@ def _visible(
 # -- attention ----------------------------------------------------------------------------------------
 
 
-def repeat_heads(x: Float[Tensor, "batch kv_head pos d_head"], times: int) -> Float[Tensor, "batch head pos d_head"]:
+def repeat_heads(
+    x: Float[Tensor, "batch kv_head pos d_head"], times: int
+) -> Float[Tensor, "batch head pos d_head"]:
     """Each key/value head once for every query head that reads it."""
     if times == 1:
         return x
     batch, kv_heads, pos, d_head = x.shape
-    return x[:, :, None].expand(batch, kv_heads, times, pos, d_head).reshape(batch, kv_heads * times, pos, d_head)
+    return (
+        x[:, :, None]
+        .expand(batch, kv_heads, times, pos, d_head)
+        .reshape(batch, kv_heads * times, pos, d_head)
+    )
 
 
 def softmax(scores: Float[Tensor, "*axes kv_pos"]) -> Float[Tensor, "*axes kv_pos"]:
-    return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    return F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        scores.dtype
+    )
 
 
 def _transformers_version() -> tuple[int, ...]:
@@ -324,7 +344,9 @@ def sdpa(
         elif not grouped:
             k, v = repeat_heads(k, per_kv), repeat_heads(v, per_kv)
     causal = visible is None and mask.causal and pos > 1
-    z = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0, is_causal=causal, enable_gqa=grouped)
+    z = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, scale=1.0, is_causal=causal, enable_gqa=grouped
+    )
     return z.reshape(batch, heads, pos, d_head)
 
 
@@ -352,7 +374,11 @@ class Attention(nn.Module):
             self.k_norm, self.v_norm = RMSNorm(cfg.eps, layer.d_head), RMSNorm(cfg.eps)
         else:
             self.v_norm = Shown()  # type: ignore[assignment]
-        self.hook_attn_scores, self.hook_pattern, self.hook_z = HookPoint(), HookPoint(), HookPoint()
+        self.hook_attn_scores, self.hook_pattern, self.hook_z = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
         self.hook_result, self.hook_out = HookPoint(), HookPoint()
 
     def forward(
@@ -365,13 +391,17 @@ class Attention(nn.Module):
         """`lent` holds what lenders lend; a lender adds its own."""
         q = self.hook_q(self._by_head(F.linear(x, self.w_q)))
         q = self.hook_rot_q(rotate(self.q_norm(q), *rotary))
-        k, v = self._own_keys_values(x, rotary) if self.cfg.lender is None else lent[self.cfg.lender]
+        k, v = (
+            self._own_keys_values(x, rotary) if self.cfg.lender is None else lent[self.cfg.lender]
+        )
         lent[self.cfg.index] = (k, v)  # before the two hooks below: edits there stay in this block
         k, v = self.hook_rot_k(k), self.v_norm.hook_out(v)
         z = self.hook_z(self._mix(q, k, v, mask))
         return self.hook_out(self._project(z))
 
-    def _by_head(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos heads d_head"]:
+    def _by_head(
+        self, x: Float[Tensor, "batch pos width"]
+    ) -> Float[Tensor, "batch pos heads d_head"]:
         return x.view(*x.shape[:2], -1, self.cfg.d_head)  # [batch pos heads d_head]
 
     def _own_keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -380,11 +410,16 @@ class Attention(nn.Module):
         v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(F.linear(x, self.w_v)))
         return rotate(self.k_norm(k), *rotary), self.v_norm.normalise(v)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Float[Tensor, "batch pos head d_head"]:
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+    ) -> Float[Tensor, "batch pos head d_head"]:
         """Values mixed by the pattern."""
         q = q.transpose(1, 2)
         # transformers' cache copies keys and values, and products of unlike strides round unlike.
-        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()  # [batch kv_head pos d_head]
+        k, v = (
+            k.transpose(1, 2).contiguous(),
+            v.transpose(1, 2).contiguous(),
+        )  # [batch kv_head pos d_head]
         z = None
         if self.eager or self.hook_attn_scores.live or self.hook_pattern.live:
             z = self._explicit(q, k, v, mask)
@@ -392,7 +427,9 @@ class Attention(nn.Module):
             z = sdpa(q, k, v, mask)
         return z.transpose(1, 2).contiguous()
 
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Float[Tensor, "batch head pos d_head"] | None:
+    def _explicit(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+    ) -> Float[Tensor, "batch head pos d_head"] | None:
         """Scores, softmax, pattern @ v; None when they were only shown and the fast operation counts."""
         per_kv = self.cfg.heads_per_kv
         scores = torch.matmul(q, repeat_heads(k, per_kv).transpose(2, 3))
@@ -409,7 +446,9 @@ class Attention(nn.Module):
             return None
         return torch.matmul(pattern, repeat_heads(v, per_kv))
 
-    def _project(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
+    def _project(
+        self, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos d_model"]:
         if self.hook_result.live:
             result, edited = self.hook_result.watch(torch.einsum("bphd,hdm->bphm", z, self.W_O))
             if edited:
@@ -429,7 +468,11 @@ class Attention(nn.Module):
     @property
     def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
         """On a k=v block the keys' own weights."""
-        return (self.w_k if self.cfg.k_eq_v else self.w_v).unflatten(0, (-1, self.cfg.d_head)).transpose(1, 2)
+        return (
+            (self.w_k if self.cfg.k_eq_v else self.w_v)
+            .unflatten(0, (-1, self.cfg.d_head))
+            .transpose(1, 2)
+        )
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
@@ -437,7 +480,15 @@ class Attention(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         lender = self.__dict__["cfg"].lender if "cfg" in self.__dict__ else None
-        if lender is not None and name in ("W_K", "W_V", "w_k", "w_v", "k_norm", "hook_k", "hook_v"):
+        if lender is not None and name in (
+            "W_K",
+            "W_V",
+            "w_k",
+            "w_v",
+            "k_norm",
+            "hook_k",
+            "hook_v",
+        ):
             raise Unavailable(
                 f"block {self.cfg.index} has no {name}: it borrows its keys and values from block {lender}; "
                 f"read blocks[{lender}].attn.{name}"
@@ -489,8 +540,16 @@ class Block(nn.Module):
         self.ln2, self.ln2_post = RMSNorm(cfg.eps, cfg.d_model), RMSNorm(cfg.eps, cfg.d_model)
         self.attn, self.mlp = Attention(cfg, layer), MLP(cfg, layer)
         self.register_buffer("layer_scalar", torch.empty(1))
-        self.hook_resid_pre, self.hook_attn_out, self.hook_resid_mid = HookPoint(), HookPoint(), HookPoint()
-        self.hook_mlp_out, self.hook_resid_sum, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
+        self.hook_resid_pre, self.hook_attn_out, self.hook_resid_mid = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
+        self.hook_mlp_out, self.hook_resid_sum, self.hook_resid_post = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
 
     def forward(
         self,
@@ -501,7 +560,9 @@ class Block(nn.Module):
     ) -> Float[Tensor, "batch pos d_model"]:
         # 1. attention reads the stream and adds to it
         resid_pre = self.hook_resid_pre(resid_pre)
-        attn_out = self.hook_attn_out(self.ln1_post(self.attn(self.ln1(resid_pre), rotary, mask, lent)))
+        attn_out = self.hook_attn_out(
+            self.ln1_post(self.attn(self.ln1(resid_pre), rotary, mask, lent))
+        )
         resid_mid = self.hook_resid_mid(resid_pre + attn_out)
         # 2. so does the MLP
         mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid))))
@@ -523,7 +584,9 @@ class Projector(nn.Module):
             self.w_out = empty(d_model, d_in)
         self.hook_out = HookPoint()
 
-    def forward(self, x: Float[Tensor, "*axes d_in"], weights: Projector) -> Float[Tensor, "*axes d_model"]:
+    def forward(
+        self, x: Float[Tensor, "*axes d_in"], weights: Projector
+    ) -> Float[Tensor, "*axes d_model"]:
         return self.hook_out(F.linear(self.norm(x.to(weights.w_out.dtype)), weights.w_out))
 
 
@@ -536,18 +599,26 @@ class PixelEmbedder(nn.Module):
     num_layers = 0
     image_size = "varies"
 
-    def __init__(self, cfg: VisionConfig, d_model: int, weights_of: PixelEmbedder | None = None) -> None:
+    def __init__(
+        self, cfg: VisionConfig, d_model: int, weights_of: PixelEmbedder | None = None
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         own = weights_of is None
-        self._weights_of = () if weights_of is None else (weights_of,)  # in a tuple, so that they are not registered twice
+        self._weights_of = (
+            () if weights_of is None else (weights_of,)
+        )  # in a tuple, so that they are not registered twice
         if own:
             self.w_patch, self.b_patch = empty(cfg.d_vision, cfg.d_patch), empty(cfg.d_vision)
             self.w_pos = empty(cfg.n_positions, 2, cfg.d_vision)
         self.patch_ln1, self.patch_ln2 = LayerNorm(cfg.d_patch, own), LayerNorm(cfg.d_vision, own)
         self.pos_norm = LayerNorm(cfg.d_vision, own)
         self.projector = Projector(cfg.d_vision, d_model, cfg.eps, own)
-        self.hook_patch_embed, self.hook_pos_embed, self.hook_pos_sum = HookPoint(), HookPoint(), HookPoint()
+        self.hook_patch_embed, self.hook_pos_embed, self.hook_pos_sum = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
         self.hook_out = HookPoint()
         self.add_module("hook_image_features" if own else "hook_video_features", HookPoint())
 
@@ -564,10 +635,14 @@ class PixelEmbedder(nn.Module):
         patches = self.patch_ln1(pixels.to(weights.w_patch.dtype), weights.patch_ln1)
         patches = self.hook_patch_embed(F.linear(patches, weights.w_patch, weights.b_patch))
         patches = self.patch_ln2(patches, weights.patch_ln2)
-        summed = self.hook_pos_sum(patches + self.hook_pos_embed(_positions(weights.w_pos, positions)))
+        summed = self.hook_pos_sum(
+            patches + self.hook_pos_embed(_positions(weights.w_pos, positions))
+        )
         out = self.hook_out(self.pos_norm(summed, weights.pos_norm))
         features = self.projector(out, weights.projector)[(positions != -1).all(-1)]
-        return (self.hook_video_features if self._weights_of else self.hook_image_features)(features)
+        return (self.hook_video_features if self._weights_of else self.hook_image_features)(
+            features
+        )
 
     @property
     def vision_hidden_size(self) -> int:
@@ -582,7 +657,9 @@ class PixelEmbedder(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("num_heads", "head_dim", "intermediate_size"):
-            raise Unavailable(f"the vision embedder has no {name}: it holds no attention and no MLP")
+            raise Unavailable(
+                f"the vision embedder has no {name}: it holds no attention and no MLP"
+            )
         return super().__getattr__(name)
 
 
@@ -612,11 +689,15 @@ class AudioEmbedder(nn.Module):
         return self.hook_audio_features(out[valid])
 
 
-def softcap(raw: Float[Tensor, "*axes d_vocab"], cap: float | None) -> Float[Tensor, "*axes d_vocab"]:
+def softcap(
+    raw: Float[Tensor, "*axes d_vocab"], cap: float | None
+) -> Float[Tensor, "*axes d_vocab"]:
     """`cap * tanh(raw / cap)`, in the logits' own dtype."""
     if cap is None:
         return raw
-    squashed = torch.tanh_(raw / cap)  # these are the largest tensors of a run: one fresh one is enough
+    squashed = torch.tanh_(
+        raw / cap
+    )  # these are the largest tensors of a run: one fresh one is enough
     return squashed * cap if squashed.requires_grad else squashed.mul_(cap)
 
 
@@ -661,7 +742,9 @@ class Gemma4(HookedRootModule):
         self.hook_logits_raw, self.hook_logits = HookPoint(), HookPoint()
         self._frequencies: dict[Any, Tensor] = {}
         self._call: Call | None = None  # the latest, for messages
-        self._skipped: dict[int, Tensor | None] = {}  # blocks left out, and the stream put in their place
+        self._skipped: dict[
+            int, Tensor | None
+        ] = {}  # blocks left out, and the stream put in their place
         self.set_attn_implementation(attn_implementation)
         self.setup()
         for name, point in self.hook_dict.items():
@@ -689,7 +772,9 @@ class Gemma4(HookedRootModule):
 
     def match_dtype(self) -> None:
         """Round the embedding's scale to the weights' dtype, as transformers does (62.0 in bfloat16 at 3840)."""
-        scale = torch.tensor(self.cfg.d_model**0.5, dtype=self.dtype if self.dtype.is_floating_point else None)
+        scale = torch.tensor(
+            self.cfg.d_model**0.5, dtype=self.dtype if self.dtype.is_floating_point else None
+        )
         self.cfg = replace(self.cfg, embed_scale=scale.item())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gemma4:
@@ -723,13 +808,19 @@ class Gemma4(HookedRootModule):
         `[batch pos d_model]` entering block `stop_at_layer`; without `with_logits`, the last norm's output.
         """
         media = {
-            "vision": _pixels("pixel_values", pixel_values, "image_position_ids", image_position_ids),
-            "video": _pixels("pixel_values_videos", pixel_values_videos, "video_position_ids", video_position_ids),
+            "vision": _pixels(
+                "pixel_values", pixel_values, "image_position_ids", image_position_ids
+            ),
+            "video": _pixels(
+                "pixel_values_videos", pixel_values_videos, "video_position_ids", video_position_ids
+            ),
             "audio": _frames(input_features, input_features_mask),
         }
         start, stop = self._range(start_at_layer, stop_at_layer, resid)
         given = {"resid": resid, "inputs_embeds": inputs_embeds, **media}
-        self._call = Call(start, stop, stop_at_layer, frozenset(k for k, v in given.items() if v is not None))
+        self._call = Call(
+            start, stop, stop_at_layer, frozenset(k for k, v in given.items() if v is not None)
+        )
         for point, handle in self.take_awaited():
             if reason := self._unreachable(point.name or ""):
                 raise HookNameError(f"{handle.asked.name!r} cannot fire in this call: {reason}.")
@@ -742,7 +833,9 @@ class Gemma4(HookedRootModule):
             types = self._types(input_ids, mm_token_type_ids, media, resid)
         batch, pos, _ = stream.shape
         padding = _padding(attention_mask, batch, pos)
-        masks = attention_masks(self.cfg, batch, pos, stream.device, padding, types, self.image_mask)
+        masks = attention_masks(
+            self.cfg, batch, pos, stream.device, padding, types, self.image_mask
+        )
         turns = self._rotary(self._position_ids(position_ids, padding, pos, stream.device), stream)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         for block in self.blocks[start:stop]:
@@ -770,20 +863,32 @@ class Gemma4(HookedRootModule):
         if embeds is not None:
             return ids, self.hook_embed(self._outer_stream("inputs_embeds", embeds))
         if ids is None:
-            raise ValueError("nothing to run: give input_ids, inputs_embeds, or a stream with start_at_layer")
+            raise ValueError(
+                "nothing to run: give input_ids, inputs_embeds, or a stream with start_at_layer"
+            )
         if ids.ndim != 2 or ids.is_floating_point():
-            raise ValueError(f"input_ids is {ids.dtype} {list(ids.shape)}; needed are whole numbers [batch pos]")
+            raise ValueError(
+                f"input_ids is {ids.dtype} {list(ids.shape)}; needed are whole numbers [batch pos]"
+            )
         if not ids.numel():
             raise ValueError(f"input_ids is {list(ids.shape)}: there is no token to run")
-        ids = self.hook_tokens(ids.clone())  # a copy: the caller may reuse theirs, and a cache keeps this one
+        ids = self.hook_tokens(
+            ids.clone()
+        )  # a copy: the caller may reuse theirs, and a cache keeps this one
         words = ids
         if self.cfg.is_wrapper:
             for token in self._placeholders().values():
-                words = words if token is None else words.masked_fill(ids == token, self.cfg.pad_token_id or 0)
+                words = (
+                    words
+                    if token is None
+                    else words.masked_fill(ids == token, self.cfg.pad_token_id or 0)
+                )
         low, high = words.aminmax()
         if low < 0 or high >= self.cfg.d_vocab:
             bad = low if low < 0 else high
-            raise ValueError(f"input_ids holds {bad.item()}; this vocabulary has 0 to {self.cfg.d_vocab - 1}")
+            raise ValueError(
+                f"input_ids holds {bad.item()}; this vocabulary has 0 to {self.cfg.d_vocab - 1}"
+            )
         return ids, self.hook_embed(F.embedding(words, self.w_e) * self.cfg.embed_scale)
 
     def _outer_stream(self, name: str, stream: Tensor) -> Float[Tensor, "batch pos d_model"]:
@@ -832,7 +937,9 @@ class Gemma4(HookedRootModule):
         for kind, (name, token) in enumerate(self._placeholders().items(), 1):
             if not self.cfg.is_wrapper:
                 if media[name] is not None:
-                    raise Unavailable(f"{_MEDIUM[name]} input was given, but {names.absent(_ROW[name], self.cfg)}")
+                    raise Unavailable(
+                        f"{_MEDIUM[name]} input was given, but {names.absent(_ROW[name], self.cfg)}"
+                    )
                 continue
             where = _equal(ids, token) if ids is not None else _equal(types, kind)
             features = None if media[name] is None else getattr(self, name)(*media[name])
@@ -856,22 +963,30 @@ class Gemma4(HookedRootModule):
             return plain
         if isinstance(given, str):
             if given != "mask":
-                raise ValueError(f'position_ids is {given!r}; use a tensor [batch pos], "mask" or None')
-            return plain if padding is None else (padding.long().cumsum(-1) - 1).clamp(min=0) * padding
+                raise ValueError(
+                    f'position_ids is {given!r}; use a tensor [batch pos], "mask" or None'
+                )
+            return (
+                plain if padding is None else (padding.long().cumsum(-1) - 1).clamp(min=0) * padding
+            )
         if given.ndim == 1:
             given = given[None]
         if given.shape[-1] != pos:
             raise ValueError(f"position_ids is {list(given.shape)}; the prompt has {pos} positions")
         return given
 
-    def _rotary(self, positions: Int[Tensor, "rows pos"], like: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def _rotary(
+        self, positions: Int[Tensor, "rows pos"], like: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin of each block type; angles in float32 at least, then cast."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         turns: dict[str, tuple[Tensor, Tensor]] = {}
         for layer in {layer.kind: layer for layer in self.cfg.layers}.values():
             key = (layer.kind, dtype, like.device)
             if key not in self._frequencies:
-                self._frequencies[key] = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(like.device)
+                self._frequencies[key] = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(
+                    like.device
+                )
             angles = positions[..., None].to(dtype) * self._frequencies[key]
             angles = torch.cat((angles, angles), dim=-1)  # [rows pos d_head]
             turns[layer.kind] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
@@ -882,13 +997,19 @@ class Gemma4(HookedRootModule):
     def _range(self, start: int | None, stop: int | None, resid: Tensor | None) -> tuple[int, int]:
         n = self.cfg.n_layers
         if (start is None) != (resid is None):
-            raise ValueError("start_at_layer runs on a stream [batch pos d_model]: give both or neither")
+            raise ValueError(
+                "start_at_layer runs on a stream [batch pos d_model]: give both or neither"
+            )
         begin = 0 if start is None else start + n if start < 0 else start
         end = n if stop is None else stop + n if stop < 0 else stop
         if not (0 <= begin <= n and 0 <= end <= n):
-            raise ValueError(f"start_at_layer={start}, stop_at_layer={stop}: this model has blocks 0 to {n - 1}")
+            raise ValueError(
+                f"start_at_layer={start}, stop_at_layer={stop}: this model has blocks 0 to {n - 1}"
+            )
         if begin > end:
-            raise ValueError(f"start_at_layer={start} is above stop_at_layer={stop}: nothing would run")
+            raise ValueError(
+                f"start_at_layer={start} is above stop_at_layer={stop}: nothing would run"
+            )
         for layer in self.cfg.layers[begin:end]:
             if layer.lender is None or layer.index in self._skipped:
                 continue
@@ -907,7 +1028,11 @@ class Gemma4(HookedRootModule):
         if head == "blocks":
             index = int(name.split(".")[1])
             if not call.start <= index < call.stop:
-                ran = f"blocks {call.start} to {call.stop - 1}" if call.start < call.stop else "no block"
+                ran = (
+                    f"blocks {call.start} to {call.stop - 1}"
+                    if call.start < call.stop
+                    else "no block"
+                )
                 return f"it is in block {index}, and this call runs {ran}"
             if index in self._skipped:
                 return f"block {index} is skipped"
@@ -972,7 +1097,9 @@ def _padding(mask: Tensor | None, batch: int, pos: int) -> Bool[Tensor, "batch p
     if mask is None:
         return None
     if mask.shape != (batch, pos):
-        raise ValueError(f"attention_mask is {list(mask.shape)}; the prompt is [{batch}, {pos}] [batch pos]")
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)}; the prompt is [{batch}, {pos}] [batch pos]"
+        )
     return mask.bool()
 
 
@@ -984,7 +1111,9 @@ def _pixels(
         return None
     if pixels is None or positions is None:
         missing, present = (name, position_name) if pixels is None else (position_name, name)
-        raise ValueError(f"{present} was given without {missing}: pass everything the processor returned")
+        raise ValueError(
+            f"{present} was given without {missing}: pass everything the processor returned"
+        )
     if pixels.shape[:-1] != positions.shape[:-1] or positions.shape[-1] != 2:
         raise ValueError(
             f"{name} is {list(pixels.shape)} and {position_name} {list(positions.shape)}; needed are "

@@ -48,16 +48,24 @@ class Row:
         return head if head in ("vision", "video", "audio") else None
 
 
-def _norm(path: str, axes: str, what: str, standard: tuple[str, ...] = (), hf: str = "") -> list[Row]:
+def _norm(
+    path: str, axes: str, what: str, standard: tuple[str, ...] = (), hf: str = ""
+) -> list[Row]:
     scaled = axes.rsplit(" ", 1)[0] + " 1"
+    centred = path.endswith(("patch_ln1", "patch_ln2", "pos_norm"))  # the LayerNorms
+    spread = "variance" if centred else "mean square"
     return [
-        Row(f"{path}.hook_scale", scaled, f"root of the mean square (plus eps) of {what}", starred=True),
+        Row(
+            f"{path}.hook_scale", scaled, f"root of the {spread} (plus eps) of {what}", starred=True
+        ),
         Row(f"{path}.hook_normalized", axes, f"{what}, normalised, before the gain"),
         Row(f"{path}.hook_out", axes, f"{what}, normalised, with the gain", standard, hf=hf),
     ]
 
 
-def _b(name: str, axes: str, meaning: str, *standard: str, starred: bool = False, hf: str = "") -> Row:
+def _b(
+    name: str, axes: str, meaning: str, *standard: str, starred: bool = False, hf: str = ""
+) -> Row:
     layers = tuple(f"layers.{{i}}.{s}" for s in standard)
     return Row(f"blocks.{{i}}.{name}", axes, meaning, layers, starred, hf and f"layers.{{i}}.{hf}")
 
@@ -65,15 +73,34 @@ def _b(name: str, axes: str, meaning: str, *standard: str, starred: bool = False
 def _block_rows() -> list[Row]:
     b, attn = "blocks.{i}.", "blocks.{i}.attn."
     return [
-        _b("hook_resid_pre", STREAM, "the stream entering the block; in block 0 after the scatter", "layer_input"),
+        _b(
+            "hook_resid_pre",
+            STREAM,
+            "the stream entering the block; in block 0 after the scatter",
+            "layer_input",
+        ),
         *_norm(
-            b + "ln1", STREAM, "the stream", ("layers.{i}.attention_norm_output",), "layers.{i}.input_layernorm"
+            b + "ln1",
+            STREAM,
+            "the stream",
+            ("layers.{i}.attention_norm_output",),
+            "layers.{i}.input_layernorm",
         ),
         _b("attn.hook_q", HEADS, "query projection", hf="self_attn.q_proj"),
         *_norm(attn + "q_norm", HEADS, "the query projection", hf="layers.{i}.self_attn.q_norm"),
-        _b("attn.hook_k", KV_HEADS, "key projection; on a k=v block it feeds keys and values", hf="self_attn.k_proj"),
+        _b(
+            "attn.hook_k",
+            KV_HEADS,
+            "key projection; on a k=v block it feeds keys and values",
+            hf="self_attn.k_proj",
+        ),
         *_norm(attn + "k_norm", KV_HEADS, "the key projection", hf="layers.{i}.self_attn.k_norm"),
-        _b("attn.hook_v", KV_HEADS, "value projection; on a k=v block what hook_k left", hf="self_attn.v_proj"),
+        _b(
+            "attn.hook_v",
+            KV_HEADS,
+            "value projection; on a k=v block what hook_k left",
+            hf="self_attn.v_proj",
+        ),
         *_norm(
             attn + "v_norm",
             KV_HEADS,
@@ -81,8 +108,18 @@ def _block_rows() -> list[Row]:
             ("layers.{i}.self_attn.attention_values",),
             "layers.{i}.self_attn.v_norm",
         ),
-        _b("attn.hook_rot_q", HEADS, "queries entering the scores, after rotary", "self_attn.attention_queries"),
-        _b("attn.hook_rot_k", KV_HEADS, "keys entering the scores, after rotary", "self_attn.attention_keys"),
+        _b(
+            "attn.hook_rot_q",
+            HEADS,
+            "queries entering the scores, after rotary",
+            "self_attn.attention_queries",
+        ),
+        _b(
+            "attn.hook_rot_k",
+            KV_HEADS,
+            "keys entering the scores, after rotary",
+            "self_attn.attention_keys",
+        ),
         _b(
             "attn.hook_attn_scores",
             SQUARE,
@@ -105,10 +142,25 @@ def _block_rows() -> list[Row]:
             "self_attn.attention_head_outputs",
             "self_attn.attention_premix",
         ),
-        _b("attn.hook_result", "batch pos head d_model", "each head's own o_proj output, before the post-norm", starred=True),
+        _b(
+            "attn.hook_result",
+            "batch pos head d_model",
+            "each head's own o_proj output, before the post-norm",
+            starred=True,
+        ),
         _b("attn.hook_out", STREAM, "o_proj's output, before the post-norm", hf="self_attn.o_proj"),
-        *_norm(b + "ln1_post", STREAM, "the attention's output", hf="layers.{i}.post_attention_layernorm"),
-        _b("hook_attn_out", STREAM, "what the attention adds to the stream", "self_attn.attention_output"),
+        *_norm(
+            b + "ln1_post",
+            STREAM,
+            "the attention's output",
+            hf="layers.{i}.post_attention_layernorm",
+        ),
+        _b(
+            "hook_attn_out",
+            STREAM,
+            "what the attention adds to the stream",
+            "self_attn.attention_output",
+        ),
         _b("hook_resid_mid", STREAM, "the stream between attention and MLP", "layer_mid"),
         *_norm(
             b + "ln2",
@@ -118,14 +170,28 @@ def _block_rows() -> list[Row]:
             "layers.{i}.pre_feedforward_layernorm",
         ),
         _b("mlp.hook_pre", NEURONS, "gate projection", hf="mlp.gate_proj"),
-        _b("mlp.hook_act", NEURONS, "the activation's output", "mlp.mlp_activation", hf="mlp.act_fn"),
+        _b(
+            "mlp.hook_act",
+            NEURONS,
+            "the activation's output",
+            "mlp.mlp_activation",
+            hf="mlp.act_fn",
+        ),
         _b("mlp.hook_pre_linear", NEURONS, "up projection", hf="mlp.up_proj"),
         _b("mlp.hook_post", NEURONS, "act(gate) * up, entering down_proj", "mlp.mlp_neurons"),
         _b("mlp.hook_out", STREAM, "down_proj's output, before the post-norm", hf="mlp.down_proj"),
-        *_norm(b + "ln2_post", STREAM, "the MLP's output", hf="layers.{i}.post_feedforward_layernorm"),
+        *_norm(
+            b + "ln2_post", STREAM, "the MLP's output", hf="layers.{i}.post_feedforward_layernorm"
+        ),
         _b("hook_mlp_out", STREAM, "what the MLP adds to the stream", "mlp.mlp_output"),
         _b("hook_resid_sum", STREAM, "resid_mid + mlp_out, before layer_scalar"),
-        _b("hook_resid_post", STREAM, "the stream after layer_scalar", "layer_output", hf="(output)"),
+        _b(
+            "hook_resid_post",
+            STREAM,
+            "the stream after layer_scalar",
+            "layer_output",
+            hf="(output)",
+        ),
     ]
 
 
@@ -138,7 +204,12 @@ def _pixel_rows(root: str) -> list[Row]:
     standard = (lambda *names: names) if image else (lambda *names: ())
     return [
         *_norm(f"{root}.patch_ln1", f"{what} patch d_patch", "the patch's pixel values"),
-        Row(f"{root}.hook_patch_embed", patches, "patches projected, before patch_ln2", standard("vision.patch_embeddings")),
+        Row(
+            f"{root}.hook_patch_embed",
+            patches,
+            "patches projected, before patch_ln2",
+            standard("vision.patch_embeddings"),
+        ),
         *_norm(f"{root}.patch_ln2", patches, "the projected patches"),
         Row(f"{root}.hook_pos_embed", patches, "position embeddings, pos_x + pos_y"),
         Row(f"{root}.hook_pos_sum", patches, "patches + positions, entering pos_norm"),
@@ -150,23 +221,63 @@ def _pixel_rows(root: str) -> list[Row]:
             standard("vision.tower_output", "projector.input"),
         ),
         *_norm(f"{root}.projector.norm", patches, "the projector's input (no gain)"),
-        Row(f"{root}.projector.hook_out", tokens, "projected rows, padded ones included", standard("projector.output")),
-        Row(f"{root}.{features}", "token d_model", "flat over the tokens, as scattered", standard("vision.image_features")),
+        Row(
+            f"{root}.projector.hook_out",
+            tokens,
+            "projected rows, padded ones included",
+            standard("projector.output"),
+        ),
+        Row(
+            f"{root}.{features}",
+            "token d_model",
+            "flat over the tokens, as scattered",
+            standard("vision.image_features"),
+        ),
     ]
 
 
 ROWS: tuple[Row, ...] = (
-    Row("hook_tokens", "batch pos", "ids the model was called with; an edit runs other ids", ("input_ids",)),
-    Row("hook_embed", STREAM, "the embedding's output, scaled, before any scatter", ("token_embeddings",), hf="embed_tokens"),
+    Row(
+        "hook_tokens",
+        "batch pos",
+        "ids the model was called with; an edit runs other ids",
+        ("input_ids",),
+    ),
+    Row(
+        "hook_embed",
+        STREAM,
+        "the embedding's output, scaled, before any scatter",
+        ("token_embeddings",),
+        hf="embed_tokens",
+    ),
     *_pixel_rows("vision"),
     *_pixel_rows("video"),
     *_norm("audio.norm", "audio frame sample", "the frame's samples (no gain)"),
-    Row("audio.hook_out", "audio frame d_model", "projected frames, padded ones included", hf="embed_audio"),
+    Row(
+        "audio.hook_out",
+        "audio frame d_model",
+        "projected frames, padded ones included",
+        hf="embed_audio",
+    ),
     Row("audio.hook_audio_features", "token d_model", "flat over the tokens, as scattered"),
     *_block_rows(),
-    *_norm("ln_final", STREAM, "the last stream: what the head reads", ("final_norm_output",), "norm"),
-    Row("hook_logits_raw", LOGITS, "the head's output, before the softcap", ("lm_head_output",), hf="lm_head"),
-    Row("hook_logits", LOGITS, "logits, after the softcap (fires without one too)", ("logits",), hf="logits"),
+    *_norm(
+        "ln_final", STREAM, "the last stream: what the head reads", ("final_norm_output",), "norm"
+    ),
+    Row(
+        "hook_logits_raw",
+        LOGITS,
+        "the head's output, before the softcap",
+        ("lm_head_output",),
+        hf="lm_head",
+    ),
+    Row(
+        "hook_logits",
+        LOGITS,
+        "logits, after the softcap (fires without one too)",
+        ("logits",),
+        hf="logits",
+    ),
 )
 BY_NAME = {row.name: row for row in ROWS}
 STANDARD = {alias: row.name for row in ROWS for alias in row.standard}
@@ -180,7 +291,9 @@ _SHORT = {
     "mlp": ["pre", "pre_linear", "act", "post"],
     "": ["resid_pre", "resid_mid", "resid_post", "resid_sum", "attn_out", "mlp_out"],
 }
-SHORT = {word: f"{place}.hook_{word}".lstrip(".") for place, words in _SHORT.items() for word in words}
+SHORT = {
+    word: f"{place}.hook_{word}".lstrip(".") for place, words in _SHORT.items() for word in words
+}
 # Its older words for the same.
 _WORDS = {
     "attn": "pattern",
@@ -191,7 +304,15 @@ _WORDS = {
     "mlp_pre": "pre",
     "mlp_post": "post",
 }
-_PLACES = {"a": "attn", "attn": "attn", "m": "mlp", "mlp": "mlp", "b": "", "block": "", "blocks": ""}
+_PLACES = {
+    "a": "attn",
+    "attn": "attn",
+    "m": "mlp",
+    "mlp": "mlp",
+    "b": "",
+    "block": "",
+    "blocks": "",
+}
 _ROOT_WORDS = ("tokens", "embed", "logits", "logits_raw")
 _INDEX = re.compile(r"^(blocks|layers)\.(-?\d+)\.")
 
@@ -305,9 +426,15 @@ def unknown(name: str, known: Iterable[str], cfg: HookedConfig | None = None) ->
     if name in DERIVED:
         return f"{name!r} is derived and can be read from a cache by key; it has no hook point."
     known = list(known)
-    if index is not None:  # compare with names of the same block: the block itself is rarely what was misspelt
+    if (
+        index is not None
+    ):  # compare with names of the same block: the block itself is rarely what was misspelt
         known = [k for k in known if split(k)[1] == index] or known
-    spelt = {alias.replace("{i}", str(index)): None for alias in STANDARD} if index is not None else STANDARD
+    spelt = (
+        {alias.replace("{i}", str(index)): None for alias in STANDARD}
+        if index is not None
+        else STANDARD
+    )
     close = difflib.get_close_matches(name, [*known, *spelt], n=3, cutoff=0.6)
     hint = f" Closest: {', '.join(map(repr, close))}." if close else ""
     return (
@@ -319,7 +446,7 @@ def unknown(name: str, known: Iterable[str], cfg: HookedConfig | None = None) ->
 def tree(cfg: HookedConfig, title: str) -> str:
     """The model as text: runs of identical blocks folded, each hook point with standard name, axes, meaning."""
     lines = [title]
-    shown = {name: row for name, row in points(cfg)}
+    shown = dict(points(cfg))
     for name, row in shown.items():
         if not (row.in_block or row.ends):
             lines.append("  " + _line(name, row))
@@ -332,13 +459,21 @@ def tree(cfg: HookedConfig, title: str) -> str:
             continue
         lines.append(f"  blocks.{span}  {_sizes(layer)}")
         prefix = f"blocks.{first}."
-        lines += ["    " + _line(name.removeprefix(prefix), row) for name, row in shown.items() if name.startswith(prefix)]
+        lines += [
+            "    " + _line(name.removeprefix(prefix), row)
+            for name, row in shown.items()
+            if name.startswith(prefix)
+        ]
     lines += ["  " + _line(name, row) for name, row in shown.items() if row.ends]
     return "\n".join(lines)
 
 
 def _line(name: str, row: Row) -> str:
-    standard = f" = {', '.join(s.removeprefix('layers.{i}.') for s in row.standard)}" if row.standard else ""
+    standard = (
+        f" = {', '.join(s.removeprefix('layers.{i}.') for s in row.standard)}"
+        if row.standard
+        else ""
+    )
     return f"{name}{'*' if row.starred else ''}{standard}  [{row.axes}]  {row.meaning}"
 
 
@@ -371,8 +506,12 @@ def markdown(every: bool = False) -> str:
         "|---|---|---|---|---|",
     ]
     for row in ROWS:
-        if every or not (row.media == "video" or row.name.endswith(("hook_scale", "hook_normalized"))):
+        if every or not (
+            row.media == "video" or row.name.endswith(("hook_scale", "hook_normalized"))
+        ):
             standard = ", ".join(f"`{name}`" for name in row.standard)
             hf = f"`{row.hf}`" if row.hf else ""
-            lines.append(f"| `{row.name}`{' *' if row.starred else ''} | {standard} | {hf} | {row.axes} | {row.meaning} |")
+            lines.append(
+                f"| `{row.name}`{' *' if row.starred else ''} | {standard} | {hf} | {row.axes} | {row.meaning} |"
+            )
     return "\n".join(lines)

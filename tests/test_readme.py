@@ -32,5 +32,5 @@ def test_the_snippet_runs(number, tmp_path, monkeypatch, tiny_model):
     from lens_gemma4 import HookedModel
 
     scope = {"torch": torch, "HookedModel": HookedModel, "model": tiny_model, "tmp_path": tmp_path}
-    exec(compile(code, f"README snippet {number}", "exec"), scope)  # noqa: S102 - our own README
+    exec(compile(code, f"README snippet {number}", "exec"), scope)
     assert not tiny_model.list_hooks()

@@ -13,7 +13,14 @@ README = Path(__file__).parent.parent / "README.md"
 MODEL = {
     "from_pretrained": ["name_or_path", "device", "dtype", "revision", "hf_model", "device_map"],
     "forward": ["input", "return_type", "loss_per_token", "start_at_layer", "stop_at_layer"],
-    "run_with_cache": ["names_filter", "device", "remove_batch_dim", "incl_bwd", "pos_slice", "return_cache_object"],
+    "run_with_cache": [
+        "names_filter",
+        "device",
+        "remove_batch_dim",
+        "incl_bwd",
+        "pos_slice",
+        "return_cache_object",
+    ],
     "run_with_hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
     "hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
     "add_hook": ["name", "hook", "dir", "is_permanent", "level", "prepend"],
@@ -97,7 +104,11 @@ ABSENT = [
 
 @pytest.mark.parametrize(
     ("owner", "name", "parameters"),
-    [(owner, name, parameters) for owner, table in ((HookedModel, MODEL), (HookPoint, POINT), (HookedRootModule, ROOT)) for name, parameters in table.items()],
+    [
+        (owner, name, parameters)
+        for owner, table in ((HookedModel, MODEL), (HookPoint, POINT), (HookedRootModule, ROOT))
+        for name, parameters in table.items()
+    ],
 )
 def test_the_method_exists_with_these_parameters(owner, name, parameters):
     have = list(inspect.signature(getattr(owner, name)).parameters)
@@ -113,7 +124,9 @@ def test_the_weight_exists(tiny_model, name):
     assert getattr(tiny_model, name) is not None
 
 
-@pytest.mark.parametrize("name", ["b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "W_pos", "W_E_pos", "b_U"])
+@pytest.mark.parametrize(
+    "name", ["b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "W_pos", "W_E_pos", "b_U"]
+)
 def test_what_the_family_lacks_says_so(tiny_model, name):
     with pytest.raises(AttributeError, match="no biases in its blocks and no position matrix"):
         getattr(tiny_model, name)
@@ -122,6 +135,10 @@ def test_what_the_family_lacks_says_so(tiny_model, name):
 @pytest.mark.parametrize("name", ABSENT)
 def test_an_absent_method_is_in_the_readme_with_its_reason(name):
     assert not hasattr(HookedModel, name), f"{name} exists now: move it to MODEL"
-    rows = [line for line in README.read_text().splitlines() if line.startswith("|") and f"`{name}`" in line]
+    rows = [
+        line
+        for line in README.read_text().splitlines()
+        if line.startswith("|") and f"`{name}`" in line
+    ]
     assert rows, f"README does not say why there is no {name}"
     assert len(rows[0].split("|")[2].strip()) > 20, "a reason, not a dash"
