@@ -1,7 +1,7 @@
 """Text and media to what the network takes, through transformers' tokenizer and processor.
 
-One rule for every method that takes text: exactly one BOS at the front, never two, whatever the tokenizer does
-itself. Ids are never touched. Tokenizer and processor objects are never changed.
+One rule for every method that takes text: exactly one BOS at the front, never two, whatever the
+tokenizer does itself. Ids are never touched. Tokenizer and processor objects are never changed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ PCM_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of a sample in a
 
 
 class TextInputs:
-    """The part of `HookedModel` that speaks text. It needs `cfg`, `folder`, `device` and `W_U` of the other part."""
+    """The part of `HookedModel` that speaks text; it needs `cfg`, `folder`, `device` and `W_U`."""
 
     cfg: HookedConfig
     folder: Path | None
     device: torch.device
     W_U: Tensor
 
-    # -- tokenizer and processor ------------------------------------------------------------------------
+    # -- tokenizer and processor ------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the checkpoint, loaded when first needed; None when it has none."""
+        """transformers' tokenizer, loaded when first needed; None when the checkpoint has none."""
         if "_tokenizer" not in self.__dict__:
             self._tokenizer = load_tokenizer(self.folder)
         return self._tokenizer
 
     @property
     def processor(self) -> Any:
-        """transformers' processor of the checkpoint, for images, audio and video; None when it has none."""
+        """transformers' processor of images, audio and video; None when the checkpoint has none."""
         if "_processor" not in self.__dict__:
             self._processor = load_processor(self.folder)
         return self._processor
@@ -54,21 +54,22 @@ class TextInputs:
     ) -> None:
         """Use another tokenizer; the object is not changed.
 
-        A processor brings a tokenizer of its own: to use images, audio or video with another one, call
+        A processor brings a tokenizer of its own: to use images, audio or video with another, call
         `set_processor` with a processor that holds it.
 
         Args:
-            default_padding_side: what `padding_side=None` means from now on; None is the tokenizer's own.
+            default_padding_side: what `padding_side=None` means from now on; None is the
+                tokenizer's own.
 
         Raises:
             ValueError: it has more words than the model.
         """
         _check_side(default_padding_side)
-        if (
-            tokenizer.vocab_size > self.cfg.d_vocab
-        ):  # added tokens aside: a placeholder needs no embedding
+        # Added tokens are left aside: a placeholder needs no embedding.
+        if tokenizer.vocab_size > self.cfg.d_vocab:
             raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} words, the model {self.cfg.d_vocab}: it is another model's"
+                f"the tokenizer has {tokenizer.vocab_size} words, the model {self.cfg.d_vocab}: "
+                "it is another model's"
             )
         if tokenizer is not self.__dict__.get("_tokenizer"):
             self._processor, self._text_to_save = None, tokenizer
@@ -81,7 +82,7 @@ class TextInputs:
         self._processor = self._text_to_save = processor
 
     def save_text_files(self, folder: str | Path) -> None:
-        """Write the tokenizer and processor that were set; a checkpoint's own are files, and are copied as they are."""
+        """Write what was set, else the checkpoint's own files as they are."""
         from lens_gemma4.loading import copy_text_files
 
         if self.folder is not None:
@@ -105,8 +106,9 @@ class TextInputs:
         if self.processor is None:
             where = "it was loaded with none, or its tokenizer was replaced"
             raise ValueError(
-                f"images, audio and video beside text need a transformers processor, and this model has none ({where}): "
-                "call set_processor(processor), or give the tensors that a processor returns"
+                "images, audio and video beside text need a transformers processor, and this model "
+                f"has none ({where}): call set_processor(processor), or give the tensors that a "
+                "processor returns"
             )
         return self.processor
 
@@ -148,7 +150,7 @@ class TextInputs:
             )
         return found
 
-    # -- text -------------------------------------------------------------------------------------------
+    # -- text -------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -160,7 +162,8 @@ class TextInputs:
         """Ids `[batch pos]` on the model's device, with an `attention_mask` when rows were padded.
 
         Args:
-            prepend_bos: None and True give exactly one BOS; False adds none, and keeps one that the text spells out.
+            prepend_bos: None and True give exactly one BOS; False adds none, and keeps one that the
+                text spells out.
             padding_side: "left" or "right"; None is the tokenizer's own.
             truncate: cut what exceeds the model's positions, in place of an error.
 
@@ -182,13 +185,15 @@ class TextInputs:
         move_to_device: bool = True,
         truncate: bool = False,
     ) -> Int[Tensor, "batch pos"]:
-        """Text to ids. Several texts are padded to the longest: run them as text, or with the mask that `encode` gives.
+        """Text to ids.
+
+        Several texts are padded to the longest: run them as text, or with the mask of `encode`.
 
         Args:
             prepend_bos, padding_side: as in `encode`.
             move_to_device: to the model's device, else the CPU.
-            truncate: cut what exceeds the model's positions. TransformerLens does so unasked; here the default
-                is an error.
+            truncate: cut what exceeds the model's positions. TransformerLens does so unasked; here
+                the default is an error.
 
         >>> model = HookedModel.from_pretrained("tiny")
         >>> model.to_tokens("The capital of France is").shape
@@ -198,7 +203,7 @@ class TextInputs:
         return ids if move_to_device else ids.cpu()
 
     def to_string(self, tokens: Any) -> str | list[Any]:
-        """Ids to text: a string for one id or `[pos]`, a list for `[batch pos]`. Special tokens are shown."""
+        """Ids to text, special tokens shown: a string for `[pos]`, a list for `[batch pos]`."""
         ids = _nested(tokens)
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
             return [self.to_string(row) for row in ids]
@@ -211,8 +216,8 @@ class TextInputs:
         """Each token as a string, spaces kept.
 
         Args:
-            input: a text, or ids `[pos]` or `[1 pos]`, gives a list; texts, or ids `[batch pos]`, give a list of lists,
-                padding left out for texts.
+            input: a text, or ids `[pos]` or `[1 pos]`, gives a list; texts, or ids `[batch pos]`,
+                give a list of lists, padding left out for texts.
             padding_side: of no effect, as nothing is padded; for TransformerLens's signature.
 
         >>> HookedModel.from_pretrained("tiny").to_str_tokens("The capital of France")
@@ -236,8 +241,8 @@ class TextInputs:
         ids = self._ids_of(string, prepend_bos=False)
         if len(ids) != 1:
             raise ValueError(
-                f"{string!r} is {len(ids)} tokens, {self._words(ids)}, where one is needed: mind the space in front, or "
-                "give an id"
+                f"{string!r} is {len(ids)} tokens, {self._words(ids)}, where one is needed: "
+                "mind the space in front, or give an id"
             )
         return ids[0]
 
@@ -284,20 +289,22 @@ class TextInputs:
             )
         if token not in ids:
             raise ValueError(
-                f"{self.to_single_str_token(token)!r} ({token}) does not occur in {self.to_string(ids)!r}"
+                f"{self.to_single_str_token(token)!r} ({token}) does not occur in "
+                f"{self.to_string(ids)!r}"
             )
         return ids.index(token) if mode == "first" else len(ids) - 1 - ids[::-1].index(token)
 
     def tokens_to_residual_directions(
         self, tokens: str | int | Sequence[str] | Int[Tensor, "*axes"]
     ) -> Float[Tensor, "*out d_model"]:
-        """The columns of W_U: moving the final norm's output along one moves that token's raw logit.
+        """The columns of W_U: a step of the final norm's output along one moves its raw logit.
 
         Args:
             tokens: a single-token text, an id, a list of such texts, or ids of any shape.
 
         Returns:
-            `[... d_model]` for ids `[...]`. One id, in whatever shape, gives `[d_model]`, as in TransformerLens.
+            `[... d_model]` for ids `[...]`. One id, in whatever shape, gives `[d_model]`, as in
+            TransformerLens.
         """
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
@@ -306,7 +313,8 @@ class TextInputs:
         ids = torch.as_tensor(tokens, device=self.device)
         if bool(((ids < 0) | (ids >= self.cfg.d_vocab)).any()):
             raise ValueError(
-                f"{ids.tolist()} holds an id that is none: this vocabulary has 0 to {self.cfg.d_vocab - 1}"
+                f"{ids.tolist()} holds an id that is none: this vocabulary has 0 to "
+                f"{self.cfg.d_vocab - 1}"
             )
         return self.W_U.T[ids.reshape(()) if ids.numel() == 1 else ids]  # [... d_model]
 
@@ -319,7 +327,7 @@ class TextInputs:
         return self._with_bos(ids, text, prepend_bos)
 
     def _with_bos(self, ids: list[int], text: str, prepend_bos: bool | None) -> list[int]:
-        """The BOS rule. `ids` are the text's; some tokenizers put a BOS there whatever they are asked."""
+        """The BOS rule on a text's ids, where some tokenizers put a BOS whatever they are asked."""
         has_bos = (
             getattr(self.tokenizer, "bos_token_id", None) is not None
             or self.cfg.bos_token_id is not None
@@ -338,7 +346,7 @@ class TextInputs:
         _check_side(padding_side)
         if not all(rows):
             raise ValueError(
-                f"text {rows.index([])} has no token, and prepend_bos is off: there is nothing to run"
+                f"text {rows.index([])} has no token, and prepend_bos is off: nothing to run"
             )
         width = max(map(len, rows))
         if width > self.cfg.n_ctx:
@@ -358,7 +366,7 @@ class TextInputs:
             "attention_mask": torch.tensor([_pad(mask, width, side, 0) for mask in masks]),
         }
 
-    # -- media ------------------------------------------------------------------------------------------
+    # -- media ------------------------------------------------------------------------------
 
     def encode_inputs(
         self,
@@ -375,74 +383,81 @@ class TextInputs:
         One item or a list, in the order of the placeholders over all texts.
 
         Args:
-            images: PIL images, paths, or arrays and tensors with 3 channels, first or last: whole numbers 0 to 255 or
-                floats in [0, 1].
-            videos: frames `[frame height width channel]` or `[frame channel height width]`, a list of images, a path,
-                or `(frames, frames per second)`, 24 when not said. The processor samples long ones (32 frames on the
-                12B); shorter ones go in whole.
-            audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Whole numbers are PCM. WAV
-                files are read as they are; of other files transformers mixes the channels and resamples.
+            images: PIL images, paths, or arrays and tensors with 3 channels, first or last: whole
+                numbers 0 to 255 or floats in [0, 1].
+            videos: frames `[frame height width channel]` or `[frame channel height width]`, a list
+                of images, a path, or `(frames, frames per second)`, 24 when not said. The processor
+                samples long ones (32 frames on the 12B); shorter ones go in whole.
+            audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Whole
+                numbers are PCM. WAV files are read as they are; of other files transformers mixes
+                the channels and resamples.
 
         Raises:
-            ValueError: placeholders and media differ in number; a clip of another rate or with several channels.
+            ValueError: placeholders and media differ in number; a clip of another rate or with
+                several channels.
         """
         if images is None and videos is None and audio is None:
             return dict(self.encode(text, prepend_bos, padding_side))
         texts = _texts(text)
+        out = dict(self._processed(texts, images, videos, audio))
+        # The network reads the token types off the ids, and padding is ours.
+        ids, _, _ = (
+            out.pop(key, None) for key in ("input_ids", "attention_mask", "mm_token_type_ids")
+        )
+        rows = [
+            self._with_bos(list(row), t, prepend_bos) for t, row in zip(texts, ids, strict=True)
+        ]
+        tensors = self._batch(rows, padding_side)
+        tensors |= {key: torch.as_tensor(value) for key, value in out.items()}
+        return {key: value.to(self.device) for key, value in tensors.items()}
+
+    def _processed(self, texts: list[str], images: Any, videos: Any, audio: Any) -> Any:
+        """What the processor makes of it: text as lists of ids, no BOS, no padding; media."""
+        processor = self._processor_or_error()
         media: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
         if items := self._matched(texts, "image", _items(images, _never)):
             flat = map(_image, items)
-            media["images"] = [
-                [next(flat) for _ in range(t.count(self.image_token))] for t in texts
-            ]  # by row
+            counts = [t.count(self.image_token) for t in texts]
+            media["images"] = [[next(flat) for _ in range(n)] for n in counts]  # by row
         if items := self._matched(texts, "video", _items(videos, _is_video)):
-            media |= _video_arguments(items, self._processor_or_error().video_processor.num_frames)
+            n_sampled = processor.video_processor.num_frames
+            media["videos"], sampling = _videos_and_sampling(items, n_sampled)
         if items := self._matched(texts, "audio", _items(audio, _is_clip)):
             media["audio"] = [_clip(item) for item in items]
-        out = dict(
-            self._processor_or_error()(
-                text=texts, add_special_tokens=False, return_tensors="pt", **media
-            )
+        as_tensors = {"return_tensors": "pt"}
+        return processor(
+            text=texts,
+            **media,
+            text_kwargs={"add_special_tokens": False, "padding": False},
+            images_kwargs=as_tensors,
+            videos_kwargs=as_tensors | sampling,
+            audio_kwargs=as_tensors,
         )
-        ids, masks = out.pop("input_ids"), out.pop("attention_mask")
-        out.pop(
-            "mm_token_type_ids", None
-        )  # the network reads the types off the ids, padded our way below
-        rows = [
-            self._with_bos(row[mask.bool()].tolist(), t, prepend_bos)
-            for t, row, mask in zip(texts, ids, masks, strict=True)
-        ]
-        tensors = self._batch(rows, padding_side) | out
-        return {
-            key: value.to(self.device) if isinstance(value, Tensor) else value
-            for key, value in tensors.items()
-        }
 
     def _matched(self, texts: list[str], kind: str, items: list[Any]) -> list[Any]:
         """The items, when there are as many as placeholders."""
-        token = (
-            self._placeholder(f"{kind}_token")
-            if items
-            else getattr(self._processor_or_error(), f"{kind}_token", None)
-        )
+        token = getattr(self._processor_or_error(), f"{kind}_token", None)
+        if items:
+            token = self._placeholder(f"{kind}_token")
         n = sum(t.count(token) for t in texts) if token else 0
         if n != len(items):
             raise ValueError(
-                f"the text holds {n} placeholders {token!r}, and {len(items)} of kind {kind} were given: write one "
-                f"placeholder for each, as in '{token} What is this?'"
+                f"the text holds {n} placeholders {token!r}, and {len(items)} of kind {kind} were "
+                f"given: write one placeholder for each, as in '{token} What is this?'"
             )
         return items
 
 
 def load_tokenizer(folder: Path | None) -> Any:
-    """transformers' tokenizer in a checkpoint's folder, without the network; None when there is none."""
+    """transformers' tokenizer in a folder, read without the network; None when there is none."""
     return _load(
         "AutoTokenizer", folder, ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     )
 
 
 def load_processor(folder: Path | None) -> Any:
-    """transformers' processor in a checkpoint's folder, without the network; None when there is none."""
+    """transformers' processor in a folder, read without the network; None when there is none."""
     return _load("AutoProcessor", folder, ("processor_config.json", "preprocessor_config.json"))
 
 
@@ -489,7 +504,14 @@ def _check_side(side: Any) -> None:
         raise ValueError(f"padding_side is {side!r}; use 'left' or 'right'")
 
 
-# -- what media may look like ---------------------------------------------------------------------------
+def _tensor(value: Any) -> Tensor:
+    """A tensor as it is; of anything else a copy, since an array may be read-only."""
+    import numpy as np
+
+    return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+
+
+# -- what media may look like ---------------------------------------------------------------
 
 
 def _items(given: Any, is_one: Callable[[Any], bool]) -> list[Any]:
@@ -512,34 +534,45 @@ def _with_rate(value: Any) -> bool:
 
 def _is_clip(value: Any) -> bool:
     """`(array, rate)`, or samples in a list."""
-    return _with_rate(value) or (
-        isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
-    )
+    return _with_rate(value) or (_is_full_list(value) and isinstance(value[0], (int, float)))
 
 
 def _is_video(value: Any) -> bool:
     """`(frames, rate)`, or frames in a list."""
-    if _with_rate(value):
-        return True
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and (hasattr(value[0], "convert") or getattr(value[0], "ndim", 0) == 3)
-    )
+    return _with_rate(value) or (_is_full_list(value) and _is_picture(value[0]))
+
+
+def _is_full_list(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0
+
+
+def _is_picture(value: Any) -> bool:
+    return _is_pil(value) or getattr(value, "ndim", None) == 3
+
+
+def _is_pil(value: Any) -> bool:
+    return hasattr(value, "convert")
 
 
 def _image(value: Any) -> Any:
     """What the image processor takes; it divides by 255 and asks no question."""
     if isinstance(value, (str, Path)):
-        return _path(value)
-    return (
-        value if hasattr(value, "convert") else _pixels(value, 3, "an image")
-    )  # PIL's own goes as it is
+        path = _path(value)
+        return path if _is_address(path) else _opened(path)
+    return value if _is_pil(value) else _pixels(value, 3, "an image")
+
+
+def _opened(path: str) -> Any:
+    """A file's picture as viewers show it: a photograph may be stored on its side."""
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _pixels(value: Any, ndim: int, what: str) -> Tensor:
     """Pixel values from 0 to 255, whole or not."""
-    pixels = torch.as_tensor(value)
+    pixels = _tensor(value)
     if pixels.ndim != ndim or 3 not in (pixels.shape[-3], pixels.shape[-1]):
         axes = "height width 3] or [3 height width]"
         raise ValueError(
@@ -550,37 +583,35 @@ def _pixels(value: Any, ndim: int, what: str) -> Tensor:
     top = 1 if pixels.is_floating_point() else 255
     if low < 0 or high > top:
         raise ValueError(
-            f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; floats are in [0, 1], "
-            "whole numbers 0 to 255"
+            f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; "
+            "floats are in [0, 1], whole numbers 0 to 255"
         )
     return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
 
 
-def _video_arguments(items: list[Any], n_sampled: int) -> dict[str, Any]:
-    """The processor's keywords for videos: it samples all of a call or none, and refuses to sample short ones."""
+def _videos_and_sampling(items: list[Any], n_sampled: int) -> tuple[list[Any], dict[str, Any]]:
+    """The processor samples all videos of a call or none, and refuses to sample short ones."""
     pairs = [item if _with_rate(item) else (item, None) for item in items]
-    if all(isinstance(video, (str, Path)) for video, _ in pairs):
-        return {"videos": [_path(video) for video, _ in pairs]}
-    if any(isinstance(video, (str, Path)) for video, _ in pairs):
+    files = [isinstance(video, (str, Path)) for video, _ in pairs]
+    if all(files):
+        return [_path(video) for video, _ in pairs], {}
+    if any(files):
         raise ValueError(
-            "videos are files or frames; the processor takes no mixture of them: read the files first"
+            "videos are all files or all frames, the processor takes no mixture: read the files"
         )
     frames = [_frames(video) for video, _ in pairs]
     lengths = list(map(len, frames))
     if min(lengths) < n_sampled < max(lengths):
         raise ValueError(
-            f"the videos have {lengths} frames: those above {n_sampled} are sampled down to it, shorter ones go in "
-            f"whole, and the processor does one or the other. Cut the long ones: video[:{n_sampled}]"
+            f"the videos have {lengths} frames: those above {n_sampled} are sampled down to it, "
+            "shorter ones go in whole, and the processor does one or the other. "
+            f"Cut the long ones: video[:{n_sampled}]"
         )
     metadata = [
         {"total_num_frames": n, "fps": rate, "frames_indices": list(range(n))}
         for n, (_, rate) in zip(lengths, pairs, strict=True)
     ]
-    return {
-        "videos": frames,
-        "do_sample_frames": min(lengths) >= n_sampled,
-        "video_metadata": metadata,
-    }
+    return frames, {"do_sample_frames": min(lengths) >= n_sampled, "video_metadata": metadata}
 
 
 def _frames(video: Any) -> Tensor:
@@ -588,21 +619,20 @@ def _frames(video: Any) -> Tensor:
     if isinstance(video, (list, tuple)):
         import numpy as np
 
-        video = np.stack(
-            [np.asarray(f.convert("RGB") if hasattr(f, "convert") else f) for f in video]
-        )
+        video = np.stack([np.asarray(f.convert("RGB") if _is_pil(f) else f) for f in video])
     return _pixels(video, 4, "a video")
 
 
 def _clip(value: Any) -> Any:
-    """A clip the feature extractor takes: it neither mixes channels nor resamples, and does not look."""
+    """A clip for the feature extractor, which neither mixes channels nor resamples nor looks."""
     if isinstance(value, (str, Path)):
         value = _sound_of(_path(value))
     samples, rate = value if _with_rate(value) else (value, SAMPLE_RATE)
-    samples = torch.as_tensor(samples).detach().cpu()
+    samples = _tensor(samples).detach().cpu()
     if samples.ndim != 1 or not len(samples):
         raise ValueError(
-            f"the clip is {list(samples.shape)}; needed is one channel [sample]: clip.mean(0) mixes [channel sample]"
+            f"the clip is {list(samples.shape)}; needed is one channel [sample]: "
+            "clip.mean(0) mixes [channel sample]"
         )
     if rate != SAMPLE_RATE:
         raise ValueError(
@@ -618,7 +648,7 @@ def _clip(value: Any) -> Any:
 
 def _sound_of(path: str) -> tuple[numpy.ndarray, int]:
     """A file's samples `[sample]` or `[sample channel]` and rate."""
-    if path.startswith(("http://", "https://")) or Path(path).suffix.lower() != ".wav":
+    if _is_address(path) or Path(path).suffix.lower() != ".wav":
         return _decoded(path)
     try:
         with wave.open(path) as file:
@@ -641,6 +671,10 @@ def _decoded(path: str) -> tuple[numpy.ndarray, int]:
 def _path(value: str | Path) -> str:
     """A path that exists, or an address: transformers takes any other text for base64."""
     text = str(value)
-    if not text.startswith(("http://", "https://", "data:")) and not Path(text).is_file():
+    if not _is_address(text) and not Path(text).is_file():
         raise FileNotFoundError(f"no file {text!r}")
     return text
+
+
+def _is_address(text: str) -> bool:
+    return text.startswith(("http://", "https://", "data:"))

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 SliceInput = int | slice | tuple[int, ...] | list[int] | Tensor | None  # arrays of numpy's too
 
-# -- tensors --------------------------------------------------------------------------------------------
+# -- tensors --------------------------------------------------------------------------------
 
 
 class Slice:
     """Some places of an axis, in one object that can be handed on.
 
     Args:
-        input_slice: an int (the axis goes), `(stop,)`, `(start, stop)` or `(start, stop, step)` or a slice, a list,
-            array or tensor of places, or None for all of them.
+        input_slice: an int (the axis goes), `(stop,)`, `(start, stop)` or `(start, stop, step)` or
+            a slice, a list, array or tensor of places, or None for all of them.
 
     Raises:
         TypeError: anything else.
@@ -107,13 +107,14 @@ def _places(values: Any) -> Tensor:
         places = places.long()
     if places.ndim != 1 or places.is_floating_point():
         raise TypeError(
-            f"a slice's places are whole numbers in one row, got {places.dtype} {list(places.shape)}"
+            "a slice's places are whole numbers in one row, got "
+            f"{places.dtype} {list(places.shape)}"
         )
     return places
 
 
 def to_numpy(tensor: Any) -> numpy.ndarray:
-    """As numpy, from a tensor on any device, a parameter, a list or a number; bfloat16, unknown there, as float32."""
+    """Any tensor, list or number as numpy; bfloat16, unknown there, as float32."""
     import numpy as np
 
     if isinstance(tensor, Tensor):
@@ -127,7 +128,7 @@ def remove_batch_dim(tensor: Shaped[Tensor, "batch ..."]) -> Tensor:
     return tensor[0] if tensor.shape[0] == 1 else tensor
 
 
-# -- predictions ----------------------------------------------------------------------------------------
+# -- predictions ----------------------------------------------------------------------------
 
 
 def lm_cross_entropy_loss(
@@ -140,8 +141,8 @@ def lm_cross_entropy_loss(
     """Next-token loss in nats, in float32 (float64 for float64 logits).
 
     Args:
-        attention_mask: 1 on real tokens. A target counts when it and the token it is read from are real, so the
-            loss of a padded row, on either side, is that of the row alone.
+        attention_mask: 1 on real tokens. A target counts when it and the token it is read from are
+            real, so the loss of a padded row, on either side, is that of the row alone.
         per_token: `[batch pos-1]`, 0 where a target does not count, in place of the mean.
         targets: False where a token is no target for another reason, as a placeholder.
 
@@ -161,8 +162,8 @@ def lm_cross_entropy_loss(
         return losses
     if not bool(counts.any()):
         raise ValueError(
-            f"no token of {list(tokens.shape)} [batch pos] is a target: the first has none before it, and padding "
-            "and placeholders do not count"
+            f"no token of {list(tokens.shape)} [batch pos] is a target: the first has none before "
+            "it, and padding and placeholders do not count"
         )
     return losses.sum() / counts.sum()
 
@@ -191,7 +192,8 @@ def sample_logits(
 
     Args:
         top_k: keep the k likeliest.
-        top_p: keep the fewest of the likeliest that together hold probability p; with `top_k`, of what that left.
+        top_p: keep the fewest of the likeliest that together hold probability p; with `top_k`, of
+            what that left.
         temperature: divides the logits; 0 takes the likeliest, whatever the rest says.
         freq_penalty: subtracted, after the temperature, for each time a token is in `tokens`.
         seed: for a draw that can be repeated; or `generator`, on the logits' device.
@@ -254,7 +256,8 @@ def logits_to_df(
         top_k: this many rows; None gives the whole vocabulary.
 
     Returns:
-        Columns `token_index`, `token_string` (with a tokenizer), `logit`, `log_prob` (nats), `probability`.
+        Columns `token_index`, `token_string` (with a tokenizer), `logit`, `log_prob` (nats),
+        `probability`.
     """
     import pandas as pd
 
@@ -288,18 +291,19 @@ def test_prompt(
     top_k: int = 10,
     printer: Callable[[str], None] = print,
 ) -> list[list[int]]:
-    """How well a model answers: rank, logit and probability of each answer token, and the likeliest tokens.
+    """How well a model answers: each answer token's rank, logit, probability, and the top tokens.
 
     Args:
-        answer: one, or several that are compared; each may be several tokens, and each token is asked for after
-            those before it.
+        answer: one, or several that are compared; each may be several tokens, and each token is
+            asked for after those before it.
         prepend_space_to_answer: put a space in front when there is none.
         printer: takes each line.
 
     Returns:
         By answer, the rank of each of its tokens, 0 the likeliest. (TransformerLens only prints.)
 
-    >>> test_prompt("The capital of France is", "Paris", HookedModel.from_pretrained("tiny"), print_details=False)
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> test_prompt("The capital of France is", "Paris", model, print_details=False)
     [[0]]
     """
     answers = [answer] if isinstance(answer, str) else list(answer)
@@ -328,7 +332,8 @@ def _ranks(
         ranks.append(int((at > at[token]).sum()))
         prob = at.softmax(-1)[token]
         say(
-            f"{model.to_single_str_token(token)!r}: rank {ranks[-1]}, logit {at[token]:.2f}, probability {prob:.2%}"
+            f"{model.to_single_str_token(token)!r}: rank {ranks[-1]}, logit {at[token]:.2f}, "
+            f"probability {prob:.2%}"
         )
         say(logits_to_df(at, model, top_k).to_string(index=False))
     return ranks
@@ -338,13 +343,13 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-test_prompt.__test__ = False  # type: ignore[attr-defined]  # TransformerLens's name; pytest would collect it
+test_prompt.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it
 
-# -- texts ----------------------------------------------------------------------------------------------
+# -- texts ----------------------------------------------------------------------------------
 
 
 class TokenRows(Dataset):
-    """Rows of ids that a DataLoader takes: `rows["tokens"]` is `[row pos]`, `rows[3]["tokens"]` is `[pos]`."""
+    """Rows of ids for a DataLoader: `rows["tokens"]` `[row pos]`, `rows[3]["tokens"]` `[pos]`."""
 
     def __init__(self, tokens: Int[Tensor, "row pos"]) -> None:
         self.tokens = tokens
@@ -370,11 +375,13 @@ def tokenize_and_concatenate(
     """Texts joined by the end token and cut into full rows; what is left over is dropped.
 
     Args:
-        dataset: rows with `column_name` (a list of dictionaries, a datasets.Dataset), or plain texts.
+        dataset: rows with `column_name` (a list of dictionaries, a datasets.Dataset), or plain
+            texts.
         tokenizer: transformers' own, as `model.tokenizer`.
         max_length: tokens of a row, BOS counted.
         add_bos_token: each row begins with one, and no other token is one.
-        streaming, num_proc: of no effect, as rows are read one by one; for TransformerLens's signature.
+        streaming, num_proc: of no effect, as rows are read one by one; for TransformerLens's
+            signature.
 
     Raises:
         ValueError: too little text for one row; no end token; no BOS where one is asked for.
@@ -382,7 +389,8 @@ def tokenize_and_concatenate(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None or (add_bos_token and bos is None):
         raise ValueError(
-            f"the tokenizer's end token is {eos} and its BOS {bos}: both are needed, or add_bos_token=False"
+            f"the tokenizer's end token is {eos} and its BOS {bos}: both are needed, "
+            "or add_bos_token=False without the latter"
         )
     ids: list[int] = []
     for row in dataset:
