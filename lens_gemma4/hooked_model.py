@@ -18,9 +18,10 @@ from lens_gemma4 import loading, names
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
-from lens_gemma4.hooks import NamedPoint, NameFilter
+from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
-from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4, HookPoint, ImageMask, softcap
+from lens_gemma4.masks import ImageMask
+from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4, softcap
 from lens_gemma4.utils import Slice, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None

@@ -24,12 +24,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_gemma4 import names
-from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig, VisionConfig
+from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import HookedRootModule, HookPoint
+from lens_gemma4.masks import ImageMask, Mask, attention_masks
+from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
+from lens_gemma4.norms import RMSNorm, Shown, empty
 
 AttnImplementation = Literal["sdpa", "eager"]
-ImageMask = Literal["transformers", "windowed"]
 # What a prepared call is made of; a transformers processor returns them under these names.
 INPUT_KEYS = (
     "input_ids",
@@ -45,98 +47,6 @@ INPUT_KEYS = (
     "input_features",
     "input_features_mask",
 )
-LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
-
-
-def empty(*shape: int) -> nn.Parameter:
-    """A frozen weight to be filled by the loader."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
-
-
-def wide(x: Tensor) -> Tensor:
-    """The dtype norms, angles and softmaxes are computed in: float32, or float64 in a float64 model."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-# -- norms --------------------------------------------------------------------------------------------
-
-
-class RMSNorm(nn.Module):
-    """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
-
-    def __init__(self, eps: float, d_gain: int | None = None) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = None if d_gain is None else empty(d_gain)
-        self.hook_scale = HookPoint()
-        self.hook_normalized = HookPoint()
-        self.hook_out = HookPoint()
-
-    def forward(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
-        return self.hook_out(self.normalise(x))
-
-    def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
-        """The norm without hook points."""
-        wide_x = wide(x)
-        normalized = wide_x * wide_x.pow(2).mean(-1, keepdim=True).add_(self.eps).pow_(-0.5)
-        if self.weight is not None:
-            normalized.mul_(self.weight.to(normalized.dtype))
-        return normalized.to(x.dtype)
-
-    def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
-        """Everything before `hook_out`."""
-        if not (self.hook_scale.live or self.hook_normalized.live):
-            return self.plain(x)
-        wide_x = wide(x)
-        mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
-        scale, explicit = self.hook_scale.watch(mean_square.sqrt())
-        normalized = self.hook_normalized(
-            wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)
-        )
-        if self.weight is not None:
-            normalized = normalized * self.weight.to(normalized.dtype)
-        return normalized.to(x.dtype)
-
-
-class LayerNorm(nn.Module):
-    """torch's LayerNorm; its scale and normalised form are computed beside it while somebody listens."""
-
-    def __init__(self, d: int, has_weights: bool) -> None:
-        super().__init__()
-        if has_weights:
-            self.weight, self.bias = empty(d), empty(d)
-        self.hook_scale = HookPoint()
-        self.hook_normalized = HookPoint()
-        self.hook_out = HookPoint()
-
-    def forward(self, x: Float[Tensor, "*axes d"], weights: LayerNorm) -> Float[Tensor, "*axes d"]:
-        out = (
-            self._explicit(x, weights)
-            if self.hook_scale.live or self.hook_normalized.live
-            else None
-        )
-        if out is None:
-            out = F.layer_norm(x, x.shape[-1:], weights.weight, weights.bias, LAYER_NORM_EPS)
-        return self.hook_out(out)
-
-    def _explicit(self, x: Tensor, weights: LayerNorm) -> Tensor | None:
-        """The long form, or None when nobody changed anything."""
-        centred = wide(x) - wide(x).mean(-1, keepdim=True)
-        scale, by_scale = self.hook_scale.watch(
-            (centred.pow(2).mean(-1, keepdim=True) + LAYER_NORM_EPS).sqrt()
-        )
-        normalized, by_value = self.hook_normalized.watch(centred / scale)
-        if not (by_scale or by_value):
-            return None
-        return (normalized * wide(weights.weight) + wide(weights.bias)).to(x.dtype)
-
-
-class Shown(nn.Module):
-    """A value of another block, shown here under the name it would have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hook_out = HookPoint()
 
 
 # -- rotary positions ---------------------------------------------------------------------------------
@@ -165,127 +75,6 @@ def rotate(
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return (x * cos.unsqueeze(2)).add_(turned.mul_(sin.unsqueeze(2)))
-
-
-# -- masks --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Mask:
-    """What each query sees. `visible` is None where transformers passes no mask either: then only the
-    future is hidden (`causal`) or nothing is."""
-
-    pos: int
-    causal: bool
-    visible: Bool[Tensor, "batch 1 pos kv_pos"] | None = None
-    _additive: Tensor | None = None
-    _blind: Tensor | None = None
-    _has_blind: bool = False
-
-    def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:
-        """0 where visible, the dtype's lowest number elsewhere; None when nothing is hidden."""
-        if self.visible is None and not self.causal:
-            return None
-        if self._additive is None or self._additive.dtype != like.dtype:
-            visible = self.seen(like.device)
-            zero = torch.zeros((), dtype=like.dtype, device=like.device)
-            self._additive = torch.where(visible, zero, torch.finfo(like.dtype).min)
-        return self._additive
-
-    def seen(self, device: torch.device) -> Bool[Tensor, "rows 1 pos kv_pos"]:
-        """The mask spelled out."""
-        if self.visible is not None:
-            return self.visible
-        all_seen = torch.ones(1, 1, self.pos, self.pos, dtype=torch.bool, device=device)
-        return all_seen.tril() if self.causal else all_seen
-
-    def blind(self) -> Bool[Tensor, "batch 1 pos 1"] | None:
-        """Queries that see no key, which only padding can do to them; None when there are none."""
-        if self._blind is None and self.visible is not None:
-            self._blind = ~self.visible.any(-1, keepdim=True)
-            self._has_blind = bool(self._blind.any())
-        return self._blind if self._has_blind else None
-
-
-def block_ids(types: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-    """Number of the contiguous run of image or video tokens (types 1 and 2) each token is in, else -1."""
-    media = (types == 1) | (types == 2)
-    before = torch.roll(media, 1, dims=-1)
-    before[..., 0] = False
-    return torch.where(media, (media & ~before).int().cumsum(-1) - 1, -1)
-
-
-def attention_masks(
-    cfg: HookedConfig,
-    batch: int,
-    pos: int,
-    device: torch.device,
-    padding: Bool[Tensor, "batch pos"] | None = None,
-    types: Int[Tensor, "batch pos"] | None = None,
-    image_mask: ImageMask = "transformers",
-) -> dict[str, Mask]:
-    """The mask of each block type present.
-
-    Args:
-        padding: True on real tokens; None means all are.
-        types: 1 image, 2 video, 3 audio, 0 text; only 1 and 2 make blocks that see both ways.
-        image_mask: "transformers" is its `forward` (5.10 to 5.24): images see both ways in every block and may
-            leave the window. "windowed" is 5.24's static-cache generation: full blocks are causal, sliding
-            ones see both ways inside an image but never further back than the window.
-    """
-    whole = padding is None or bool(padding.all())
-    blocks = _same_block(cfg, batch, pos, device, types)
-    masks: dict[str, Mask] = {}
-    for kind in {layer.kind for layer in cfg.layers}:
-        visible = _visible(cfg, kind, pos, device, whole, blocks, image_mask)
-        if visible is not None:
-            if padding is not None:
-                visible = visible & padding[:, None, None, :]
-            visible = visible.expand(batch, 1, pos, pos)
-        masks[kind] = Mask(pos, cfg.bidirectional != "all", visible)
-    return masks
-
-
-def _same_block(
-    cfg: HookedConfig, batch: int, pos: int, device: torch.device, types: Tensor | None
-) -> Bool[Tensor, "batch 1 pos kv_pos"] | None:
-    """True where query and key are of one image; None on models whose masks know no images."""
-    if not (cfg.is_wrapper and cfg.bidirectional == "vision"):
-        return None
-    if types is None:
-        return torch.zeros(1, 1, pos, pos, dtype=torch.bool, device=device)
-    ids = block_ids(types)
-    return ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
-
-
-def _visible(
-    cfg: HookedConfig,
-    kind: str,
-    pos: int,
-    device: torch.device,
-    whole: bool,
-    blocks: Tensor | None,
-    image_mask: ImageMask,
-) -> Bool[Tensor, "rows 1 pos kv_pos"] | None:
-    """A block type's rule before padding, or None where transformers passes no mask."""
-    sliding = kind == "sliding"
-    query = torch.arange(pos, device=device)[:, None]
-    key = torch.arange(pos, device=device)[None, :]
-    if cfg.bidirectional == "all":
-        reach = cfg.window_size // 2 + 1
-        if whole and not (sliding and pos >= reach):
-            return None
-        near = (query - key).abs() <= reach if sliding else torch.ones_like(query >= key)
-        return near[None, None]
-    past = key <= query
-    recent = key > query - cfg.window_size
-    if blocks is None or (image_mask == "windowed" and not sliding):
-        if whole and not (sliding and pos >= cfg.window_size):
-            return None
-        return (past & recent if sliding else past)[None, None]
-    if image_mask == "windowed":
-        return (past | blocks) & recent
-    return (past & recent if sliding else past) | blocks
 
 
 # -- attention ----------------------------------------------------------------------------------------
@@ -571,124 +360,6 @@ class Block(nn.Module):
         return self.hook_resid_post(resid_sum * self.layer_scalar)
 
 
-# -- media --------------------------------------------------------------------------------------------
-
-
-class Projector(nn.Module):
-    """RMS norm without gain, then a linear map into the stream."""
-
-    def __init__(self, d_in: int, d_model: int, eps: float, has_weights: bool) -> None:
-        super().__init__()
-        self.norm = RMSNorm(eps)
-        if has_weights:
-            self.w_out = empty(d_model, d_in)
-        self.hook_out = HookPoint()
-
-    def forward(
-        self, x: Float[Tensor, "*axes d_in"], weights: Projector
-    ) -> Float[Tensor, "*axes d_model"]:
-        return self.hook_out(F.linear(self.norm(x.to(weights.w_out.dtype)), weights.w_out))
-
-
-class PixelEmbedder(nn.Module):
-    """Patches of pixels to rows of the stream. There is no tower: a dense layer, positions, three norms.
-
-    The frames of a video run through the same weights (`weights_of`) with hook points of their own.
-    """
-
-    num_layers = 0
-    image_size = "varies"
-
-    def __init__(
-        self, cfg: VisionConfig, d_model: int, weights_of: PixelEmbedder | None = None
-    ) -> None:
-        super().__init__()
-        self.cfg = cfg
-        own = weights_of is None
-        self._weights_of = (
-            () if weights_of is None else (weights_of,)
-        )  # in a tuple, so that they are not registered twice
-        if own:
-            self.w_patch, self.b_patch = empty(cfg.d_vision, cfg.d_patch), empty(cfg.d_vision)
-            self.w_pos = empty(cfg.n_positions, 2, cfg.d_vision)
-        self.patch_ln1, self.patch_ln2 = LayerNorm(cfg.d_patch, own), LayerNorm(cfg.d_vision, own)
-        self.pos_norm = LayerNorm(cfg.d_vision, own)
-        self.projector = Projector(cfg.d_vision, d_model, cfg.eps, own)
-        self.hook_patch_embed, self.hook_pos_embed, self.hook_pos_sum = (
-            HookPoint(),
-            HookPoint(),
-            HookPoint(),
-        )
-        self.hook_out = HookPoint()
-        self.add_module("hook_image_features" if own else "hook_video_features", HookPoint())
-
-    def forward(
-        self, pixels: Float[Tensor, "image patch d_patch"], positions: Int[Tensor, "image patch 2"]
-    ) -> Float[Tensor, "token d_model"]:
-        """Features of the valid patches, image after image; padded ones are at (-1, -1).
-
-        Args:
-            pixels: values in [0, 1], channel last within a patch.
-            positions: x and y of each patch, in patches.
-        """
-        weights = self._weights_of[0] if self._weights_of else self
-        patches = self.patch_ln1(pixels.to(weights.w_patch.dtype), weights.patch_ln1)
-        patches = self.hook_patch_embed(F.linear(patches, weights.w_patch, weights.b_patch))
-        patches = self.patch_ln2(patches, weights.patch_ln2)
-        summed = self.hook_pos_sum(
-            patches + self.hook_pos_embed(_positions(weights.w_pos, positions))
-        )
-        out = self.hook_out(self.pos_norm(summed, weights.pos_norm))
-        features = self.projector(out, weights.projector)[(positions != -1).all(-1)]
-        return (self.hook_video_features if self._weights_of else self.hook_image_features)(
-            features
-        )
-
-    @property
-    def vision_hidden_size(self) -> int:
-        return self.cfg.d_vision
-
-    hidden_size = vision_hidden_size
-
-    @property
-    def patch_size(self) -> int:
-        """Side of a patch in pixels."""
-        return self.cfg.patch_size
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("num_heads", "head_dim", "intermediate_size"):
-            raise Unavailable(
-                f"the vision embedder has no {name}: it holds no attention and no MLP"
-            )
-        return super().__getattr__(name)
-
-
-def _positions(
-    table: Float[Tensor, "size 2 d_vision"], positions: Int[Tensor, "image patch 2"]
-) -> Float[Tensor, "image patch d_vision"]:
-    """Embeddings of x plus y; an axis at -1 adds nothing."""
-    valid = (positions != -1).to(table.dtype).unsqueeze(-1)
-    axes = torch.arange(2, device=positions.device)
-    return (table[positions.clamp(min=0).long(), axes] * valid).sum(-2)
-
-
-class AudioEmbedder(nn.Module):
-    """Frames of raw samples, normalised and projected into the stream."""
-
-    def __init__(self, d_audio: int, d_model: int, eps: float) -> None:
-        super().__init__()
-        self.norm = RMSNorm(eps)
-        self.w_out = empty(d_model, d_audio)
-        self.hook_out, self.hook_audio_features = HookPoint(), HookPoint()
-
-    def forward(
-        self, frames: Float[Tensor, "audio frame sample"], valid: Bool[Tensor, "audio frame"]
-    ) -> Float[Tensor, "token d_model"]:
-        """Features of the valid frames, clip after clip."""
-        out = self.hook_out(F.linear(self.norm(frames.to(self.w_out.dtype)), self.w_out))
-        return self.hook_audio_features(out[valid])
-
-
 def softcap(
     raw: Float[Tensor, "*axes d_vocab"], cap: float | None
 ) -> Float[Tensor, "*axes d_vocab"]:
@@ -808,13 +479,13 @@ class Gemma4(HookedRootModule):
         `[batch pos d_model]` entering block `stop_at_layer`; without `with_logits`, the last norm's output.
         """
         media = {
-            "vision": _pixels(
+            "vision": pixels_and_places(
                 "pixel_values", pixel_values, "image_position_ids", image_position_ids
             ),
-            "video": _pixels(
+            "video": pixels_and_places(
                 "pixel_values_videos", pixel_values_videos, "video_position_ids", video_position_ids
             ),
-            "audio": _frames(input_features, input_features_mask),
+            "audio": frames_and_mask(input_features, input_features_mask),
         }
         start, stop = self._range(start_at_layer, stop_at_layer, resid)
         given = {"resid": resid, "inputs_embeds": inputs_embeds, **media}
@@ -1101,33 +772,3 @@ def _padding(mask: Tensor | None, batch: int, pos: int) -> Bool[Tensor, "batch p
             f"attention_mask is {list(mask.shape)}; the prompt is [{batch}, {pos}] [batch pos]"
         )
     return mask.bool()
-
-
-def _pixels(
-    name: str, pixels: Tensor | None, position_name: str, positions: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """Patches and their places, with a video's axis folded into the frames'."""
-    if pixels is None and positions is None:
-        return None
-    if pixels is None or positions is None:
-        missing, present = (name, position_name) if pixels is None else (position_name, name)
-        raise ValueError(
-            f"{present} was given without {missing}: pass everything the processor returned"
-        )
-    if pixels.shape[:-1] != positions.shape[:-1] or positions.shape[-1] != 2:
-        raise ValueError(
-            f"{name} is {list(pixels.shape)} and {position_name} {list(positions.shape)}; needed are "
-            "[image patch values] and [image patch 2]"
-        )
-    return pixels.flatten(0, -3), positions.flatten(0, -3)
-
-
-def _frames(features: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    if features is None and mask is None:
-        return None
-    if features is None or mask is None:
-        raise ValueError(
-            "audio needs both input_features and input_features_mask, which says which frames are real: "
-            "pass everything the feature extractor returned"
-        )
-    return features, mask.bool()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lens_gemma4.config import HookedConfig
-from lens_gemma4.model import AttnImplementation, Gemma4, ImageMask
+from lens_gemma4.masks import ImageMask
+from lens_gemma4.model import AttnImplementation, Gemma4
 
 WINDOW = 4
 IMAGE, AUDIO, VIDEO = 90, 91, 92

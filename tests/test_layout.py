@@ -28,7 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "names": {"config", "errors"},
     "hooks": {"errors"},
-    "model": {"config", "names", "hooks", "errors"},
+    "masks": {"config"},
+    "norms": {"hooks"},
+    "media": {"config", "hooks", "norms", "errors"},
+    "model": {"config", "names", "hooks", "masks", "norms", "media", "errors"},
     "loading": {"config", "names", "model", "errors"},
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
     "inputs": {"config", "model", "loading", "errors"},
@@ -38,7 +41,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "factored": {"errors"},
     "generate": {"model", "errors"},
     "hooked_model": {
-        *("config", "names", "hooks", "model", "loading", "inputs", "attribution", "cache"),
+        *(
+            "config",
+            "names",
+            "hooks",
+            "masks",
+            "model",
+            "loading",
+            "inputs",
+            "attribution",
+            "cache",
+        ),
         *("utils", "factored", "generate", "errors"),
     },
     "interventions": {"names", "hooks", "errors"},
@@ -49,7 +62,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # They see everything, and nothing of the package sees them.
 ENTRANCES = {"__init__", "__main__", "demo"}
-NO_TRANSFORMERS = ("config", "names", "hooks", "model", "loading", "attribution", "cache", "errors")
+NO_TRANSFORMERS = (
+    "config",
+    "names",
+    "hooks",
+    "masks",
+    "norms",
+    "media",
+    "model",
+    "loading",
+    "attribution",
+    "cache",
+    "errors",
+)
 ONLY_STANDARD_LIBRARY = ("config", "names", "errors")
 # A function whose body is longer than this gives its reason here.
 LONGEST_FUNCTION = 50
@@ -182,7 +207,9 @@ def deeds(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["model", "hooks", "names", "attribution", "cache"])
+@pytest.mark.parametrize(
+    "name", ["model", "masks", "norms", "media", "hooks", "names", "attribution", "cache"]
+)
 def test_no_files_no_printing(name):
     tree = modules()[name]
     assert not {one.split(".")[0] for one in imported(tree)} & {

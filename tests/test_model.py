@@ -23,7 +23,8 @@ from small import (
 )
 
 from lens_gemma4.errors import Unavailable
-from lens_gemma4.model import Gemma4, attention_masks, block_ids, rotary_frequencies
+from lens_gemma4.masks import attention_masks, block_ids
+from lens_gemma4.model import Gemma4, rotary_frequencies
 
 F64 = torch.float64
 implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -303,7 +304,7 @@ def test_an_axis_at_minus_one_adds_nothing():
     padded = (inputs["image_position_ids"] == -1).all(-1)
     assert kept["vision.hook_pos_embed"][padded].abs().max() == 0
     one = torch.tensor([[[2, -1]]])
-    from lens_gemma4.model import _positions
+    from lens_gemma4.media import _positions
 
     assert torch.equal(_positions(model.vision.w_pos, one)[0, 0], model.vision.w_pos[2, 0])
 

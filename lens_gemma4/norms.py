@@ -1,0 +1,100 @@
+"""The two norms of the family, each with its hook points, and where their arithmetic is done."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lens_gemma4.hooks import HookPoint
+
+LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
+
+
+def empty(*shape: int) -> nn.Parameter:
+    """A frozen weight to be filled by the loader."""
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The dtype norms, angles and softmaxes are computed in: float32, or float64 in a float64 model."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class RMSNorm(nn.Module):
+    """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
+
+    def __init__(self, eps: float, d_gain: int | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = None if d_gain is None else empty(d_gain)
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        return self.hook_out(self.normalise(x))
+
+    def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        """The norm without hook points."""
+        wide_x = wide(x)
+        normalized = wide_x * wide_x.pow(2).mean(-1, keepdim=True).add_(self.eps).pow_(-0.5)
+        if self.weight is not None:
+            normalized.mul_(self.weight.to(normalized.dtype))
+        return normalized.to(x.dtype)
+
+    def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        """Everything before `hook_out`."""
+        if not (self.hook_scale.live or self.hook_normalized.live):
+            return self.plain(x)
+        wide_x = wide(x)
+        mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
+        scale, explicit = self.hook_scale.watch(mean_square.sqrt())
+        normalized = self.hook_normalized(
+            wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)
+        )
+        if self.weight is not None:
+            normalized = normalized * self.weight.to(normalized.dtype)
+        return normalized.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """torch's LayerNorm; its scale and normalised form are computed beside it while somebody listens."""
+
+    def __init__(self, d: int, has_weights: bool) -> None:
+        super().__init__()
+        if has_weights:
+            self.weight, self.bias = empty(d), empty(d)
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Float[Tensor, "*axes d"], weights: LayerNorm) -> Float[Tensor, "*axes d"]:
+        out = (
+            self._explicit(x, weights)
+            if self.hook_scale.live or self.hook_normalized.live
+            else None
+        )
+        if out is None:
+            out = F.layer_norm(x, x.shape[-1:], weights.weight, weights.bias, LAYER_NORM_EPS)
+        return self.hook_out(out)
+
+    def _explicit(self, x: Tensor, weights: LayerNorm) -> Tensor | None:
+        """The long form, or None when nobody changed anything."""
+        centred = wide(x) - wide(x).mean(-1, keepdim=True)
+        scale, by_scale = self.hook_scale.watch(
+            (centred.pow(2).mean(-1, keepdim=True) + LAYER_NORM_EPS).sqrt()
+        )
+        normalized, by_value = self.hook_normalized.watch(centred / scale)
+        if not (by_scale or by_value):
+            return None
+        return (normalized * wide(weights.weight) + wide(weights.bias)).to(x.dtype)
+
+
+class Shown(nn.Module):
+    """A value of another block, shown here under the name it would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_out = HookPoint()
