@@ -69,24 +69,21 @@ class Slice:
             IndexError: a place outside the axis.
         """
         size = tensor.shape[dim]
-        places = (
-            self.slice.tolist()
-            if self.mode == "array"
-            else [self.slice]
-            if self.mode == "int"
-            else []
-        )
-        if self.mode == "array" and self.slice.dtype == torch.bool:
-            places = [] if len(self.slice) == size else [len(self.slice)]
-        if any(
-            not -size <= place < size for place in places
-        ):  # on a GPU torch would end the process
+        if not self._fits(size):  # on a GPU torch would end the process
             raise IndexError(
                 f"{self!r} does not fit an axis of {size}: places run from {-size} to {size - 1}"
             )
         index: list[Any] = [slice(None)] * tensor.ndim
         index[dim] = self.slice.to(tensor.device) if self.mode == "array" else self.slice
         return tensor[tuple(index)]
+
+    def _fits(self, size: int) -> bool:
+        if self.mode not in ("int", "array"):
+            return True
+        places = torch.as_tensor(self.slice).reshape(-1)
+        if places.dtype == torch.bool:
+            return len(places) == size
+        return bool(((-size <= places) & (places < size)).all())
 
     def indices(self, max_ctx: int | None = None) -> numpy.ndarray:
         """The chosen places of an axis of `max_ctx` as numbers; an int gives an array of one."""
