@@ -51,6 +51,10 @@ class HookPoint(nn.Module):
     tensor([1., 1.])
     """
 
+    # nn.Module's own looks for parameters and modules in every value set; a point has none, and setting `live`
+    # was a fifth of what caching everything costs on a small model.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
     def __init__(self, axes: str = "") -> None:
         super().__init__()
         self.name: str | None = None
@@ -127,7 +131,8 @@ class HookPoint(nn.Module):
     def remove(self, handle: Handle) -> None:
         """Remove one function, wherever it is; nothing happens when it is gone already."""
         for hooks in (self.fwd_hooks, self.bwd_hooks):
-            hooks[:] = [h for h in hooks if h is not handle]
+            if handle in hooks:
+                hooks.remove(handle)
         self._refresh()
 
     def has_hooks(
