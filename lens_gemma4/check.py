@@ -740,7 +740,8 @@ class _Run:
 def table(rows: Sequence[Difference]) -> str:
     """Per hook point, over blocks, prompts and attentions: the largest difference and how many numbers differ."""
     points: dict[str, list[Difference]] = {}
-    for row in rows:
+    order = list(names.BY_NAME)
+    for row in sorted(rows, key=lambda row: order.index(names.split(row.name)[0])):
         points.setdefault(names.split(row.name)[0], []).append(row)
     width = max(map(len, points), default=0)
     lines = [f"{'hook point':<{width}}  largest difference  differing numbers"]
