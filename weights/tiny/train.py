@@ -51,6 +51,7 @@ from transformers import __version__ as transformers_version
 SEED = 0
 STEPS = 1700
 SAVE_EVERY = 100
+LOG_EVERY = 10
 PEAK_RATE = 4e-3
 WARM_UP = 60  # steps until the peak rate
 ROWS = 32  # per step
@@ -458,60 +459,66 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     """AdamW; matrices decay, gains do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.02, "scale": 1.0},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "scale": 1.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.02},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98))
 
 
 def train(
     out: Path, tokenizer: PreTrainedTokenizerFast, resume: bool
-) -> tuple[torch.nn.Module, dict]:
-    """Train from scratch or from the last state in `out/state`; the losses go to `out/losses.csv`."""
+) -> tuple[torch.nn.Module, list[list], dict[str, float]]:
+    """Train from scratch, or from the state in `out/state`.
+
+    Returns the model, the rows of losses.csv and the seconds it took, on the clock ("seconds") and of
+    processor time ("cpu_seconds", what counts on a machine that others use too).
+    Raises: FileNotFoundError, nothing to resume.
+    """
     model = build_model(build_config(tokenizer)).train()
     optimizer = make_optimizer(model)
-    state_file = out / "state" / "state.pt"
-    start, seconds, rows = 0, 0.0, []
+    start, rows, spent = 0, [], {"seconds": 0.0, "cpu_seconds": 0.0}
     if resume:
-        state = torch.load(state_file, weights_only=True)
+        state = torch.load(state_file(out), weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        start, seconds, rows = state["step"], state["seconds"], state["rows"]
-    began = time.time() - seconds
+        start, rows, spent = state["step"], state["rows"], state["spent"]
+    clock, cpu_clock = time.time() - spent["seconds"], time.process_time() - spent["cpu_seconds"]
     bar = tqdm(range(start, STEPS), initial=start, total=STEPS, desc="training", unit="step")
     for step in bar:
-        losses = train_step(model, optimizer, step, tokenizer)
-        if (step + 1) % 10 == 0:
-            rows.append([step + 1, round(time.time() - began, 1), *losses])
-            bar.set_postfix(repeats=losses[0], sentences=losses[1])
+        repeats, sentences = train_step(model, optimizer, step, tokenizer)
+        spent = {"seconds": time.time() - clock, "cpu_seconds": time.process_time() - cpu_clock}
+        if (step + 1) % LOG_EVERY == 0:
+            rows.append([step + 1, round(spent["seconds"], 1), repeats, sentences])
+            bar.set_postfix(repeats=repeats, sentences=sentences)
         if (step + 1) % SAVE_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"step": step + 1, "seconds": time.time() - began, "rows": rows}
-            save_state(state, state_file)
-    write_losses(rows, out / "losses.csv")
-    facts = {"seconds": time.time() - began, "losses": rows[-1][2:]}
-    shutil.rmtree(state_file.parent, ignore_errors=True)
-    return model.eval(), facts
+            save_state({**state, "step": step + 1, "rows": rows, "spent": spent}, state_file(out))
+    return model.eval(), rows, spent
 
 
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, tokenizer
-) -> tuple[float, float]:
-    """One step of AdamW; returns the mean losses of repeats and of sentences, in nats."""
+) -> tuple[float, float | None]:
+    """One step of AdamW; returns the mean losses of repeats and of sentences (if any), in nats."""
     ids, targets = batch(step, tokenizer)
     losses = target_losses(model, ids, targets)
     n_repeats = round(ROWS * share_of_repeats(step))
     n_first = int((targets[:n_repeats] != NO_TARGET).sum())
-    repeats = losses[:n_first].mean()
-    sentences = losses[n_first:].sum() / max(1, len(losses) - n_first)
-    (repeats + sentences).backward()
+    means = [part.mean() for part in (losses[:n_first], losses[n_first:]) if len(part)]
+    torch.stack(means).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.nn.utils.clip_grad_norm_(trained, 1.0)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step) * group["scale"]
+        group["lr"] = learning_rate(step)
     optimizer.step()
     optimizer.zero_grad()
-    return round(repeats.item(), 4), round(sentences.item(), 4)
+    repeats, sentences = [*(round(mean.item(), 4) for mean in means), None][:2]
+    return repeats, sentences
+
+
+def state_file(out: Path) -> Path:
+    """Where a training keeps what it needs to go on; gone once the folder is complete."""
+    return out / "state" / "state.pt"
 
 
 def save_state(state: dict, file: Path) -> None:
@@ -647,14 +654,14 @@ PROMPTS = [
 
 
 def save(model: torch.nn.Module, processor: Gemma4UnifiedProcessor, out: Path) -> None:
-    """Write weights, config and processor as transformers does, the config in both dialects."""
+    """Write weights, config and processor as transformers does, block sizes in the Hub's words."""
     model.save_pretrained(out)
     processor.save_pretrained(out)
     file = out / "config.json"
     config = json.loads(file.read_text())
     text = config["text_config"]
-    full = text["per_layer_config"][str(text["layer_types"].index("full_attention"))]
-    # 5.10 reads these two and not `per_layer_config`; 5.15 and later the reverse.
+    full = text.pop("per_layer_config")[str(text["layer_types"].index("full_attention"))]
+    # Every release from 5.10 on reads these two; 5.10 knows no other words, and 5.14 fails on both.
     text["global_head_dim"] = full["head_dim"]
     text["num_global_key_value_heads"] = full["num_key_value_heads"]
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -693,7 +700,7 @@ Norm gains are away from 1 as well; the least mean distance of any block's gain 
 python weights/tiny/train.py
 ```
 Seed {seed}, {steps} steps of AdamW on {rows} rows of up to {row_length} tokens with transformers {transformers}
-and torch {torch}: {minutes} on {threads} of this machine. Last losses: repeats
+and torch {torch}: {minutes} by the clock and {cpu_minutes} of processor time, {threads} thread(s). Last losses: repeats
 {loss_repeats:.3f} nats a target, sentences {loss_sentences:.3f} nats a token (names, places and things are drawn
 at random, so this cannot reach 0). All losses are in `losses.csv`. The layer scalars are set, not
 learned: transformers keeps them as a buffer.
@@ -723,8 +730,14 @@ The same as the project's.
 """
 
 
-def card(model: torch.nn.Module, measured: dict, results: dict[str, float], size: int) -> str:
-    """The model card, every number taken from what was built and measured."""
+def card(
+    model: torch.nn.Module,
+    losses: list[float],
+    spent: dict[str, float],
+    results: dict[str, float],
+    size: int,
+) -> str:
+    """The model card, every number taken from what was built and measured; `size` in bytes."""
     config, text = model.config, model.config.text_config
     full = [i for i, kind in enumerate(text.layer_types) if kind == "full_attention"]
     numbers = distance_from_one(model)
@@ -754,10 +767,11 @@ def card(model: torch.nn.Module, measured: dict, results: dict[str, float], size
         row_length=ROW_LENGTH,
         transformers=transformers_version,
         torch=torch.__version__,
-        minutes=f"{measured['seconds'] / 60:.1f} minutes",
-        threads=f"{torch.get_num_threads()} CPU thread(s)",
-        loss_repeats=measured["losses"][0],
-        loss_sentences=measured["losses"][1],
+        minutes=f"{spent['seconds'] / 60:.1f} minutes",
+        cpu_minutes=f"{spent['cpu_seconds'] / 60:.1f} minutes",
+        threads=torch.get_num_threads(),
+        loss_repeats=losses[0],
+        loss_sentences=losses[1],
         accuracies="\n".join(f"| {task} | {value:.1%} |" for task, value in results.items()),
     )
 
@@ -771,7 +785,8 @@ def main() -> None:
     if not options.evaluate:
         options.out.mkdir(parents=True, exist_ok=True)
         tokenizer = build_tokenizer()
-        model, measured = train(options.out, tokenizer, options.resume)
+        model, rows, spent = train(options.out, tokenizer, options.resume)
+        write_losses(rows, options.out / "losses.csv")
         save(model, build_processor(tokenizer), options.out)
         (options.out / "prompts.json").write_text(json.dumps(PROMPTS, indent=2) + "\n")
     results = evaluate(options.out)
@@ -779,7 +794,8 @@ def main() -> None:
         print(f"{value:8.2%}  {name}")
     if not options.evaluate:
         size = (options.out / "model.safetensors").stat().st_size
-        (options.out / "README.md").write_text(card(model, measured, results, size))
+        (options.out / "README.md").write_text(card(model, rows[-1][2:], spent, results, size))
+        shutil.rmtree(state_file(options.out).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":
