@@ -252,7 +252,9 @@ class TextInputs:
         Raises:
             ValueError: there is no such token.
         """
-        known = max(self.cfg.d_vocab, len(self._tokenizer_or_error()))
+        known = self.cfg.d_vocab
+        if int_token >= known:  # placeholders may lie beyond; counting takes a while
+            known = max(known, len(self._tokenizer_or_error()))
         if not 0 <= int_token < known:
             raise ValueError(f"{int_token} is no token: this vocabulary has 0 to {known - 1}")
         return str(self.to_string(int_token))
@@ -567,7 +569,7 @@ def _opened(path: str) -> Any:
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(image)  # a copy, so the file may be closed
 
 
 def _pixels(value: Any, ndim: int, what: str) -> Tensor:

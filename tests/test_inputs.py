@@ -597,6 +597,27 @@ def test_one_image_in_every_form(model, tmp_path):
     assert (theirs - whole).abs().max() > 0.9  # the control: floats as they are come out black
 
 
+def test_a_photograph_on_its_side_is_seen_upright(model, tmp_path):
+    image, exif = picture(48, 30), Image.Exif()
+    exif[0x0112] = 6  # orientation: shown turned by a quarter
+    image.save(tmp_path / "photo.png", exif=exif)
+    upright = image.transpose(Image.Transpose.ROTATE_270)
+    given, wanted, lying = (
+        model.encode_inputs(model.image_token, images=one)["pixel_values"]
+        for one in (tmp_path / "photo.png", upright, image)
+    )
+    assert torch.equal(given, wanted) and not torch.equal(given, lying)
+
+
+def test_a_grey_picture_is_one_with_three_equal_channels(model, tmp_path):
+    grey = picture().convert("L")
+    grey.save(tmp_path / "grey.png")
+    wanted = model.encode_inputs(model.image_token, images=grey.convert("RGB"))["pixel_values"]
+    for form in (grey, tmp_path / "grey.png"):
+        given = model.encode_inputs(model.image_token, images=form)["pixel_values"]
+        assert torch.equal(given, wanted)
+
+
 @pytest.mark.parametrize(
     ("image", "message"),
     [
