@@ -10,6 +10,7 @@ OLDEST_TRANSFORMERS := 5.10.1
 setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
+	@echo "installing into .venv: some minutes, most of them torch"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plots,media,dev]'
 	touch $@
@@ -32,7 +33,7 @@ test: lint
 	$(MAKE) test-oldest
 
 test-oldest: $(OLDEST)
-	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_check.py
+	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_check.py tests/test_config.py
 
 test-slow: $(OLDEST)
 	$(BIN)/python -m pytest -m slow
@@ -45,5 +46,9 @@ bench: setup
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/loading.py
 
-gpu: setup
-	$(BIN)/python benchmarks/gpu.py
+# A machine with a card often has its own python with torch and no network: without a .venv that one is used.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu:
+	$(GPU_PYTHON) -m pytest --noconftest -m gpu -W default tests/gpu
+	$(GPU_PYTHON) benchmarks/gpu.py

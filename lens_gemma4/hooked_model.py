@@ -703,6 +703,8 @@ def _ids(value: Any) -> Tensor:
             raise TypeError(
                 f"cannot run {type(value).__name__}: give text, a list of texts, or ids [batch pos]"
             ) from error
+    if not ids.numel():
+        raise ValueError("nothing to run: the list of texts or ids is empty")
     if ids.is_floating_point():
         raise TypeError(
             f"ids must be whole numbers, got {ids.dtype} {list(ids.shape)}; a stream goes with start_at_layer, "

@@ -562,7 +562,10 @@ def _write_shard(weights: Mapping[str, Tensor], file: Path, dtype: torch.dtype) 
         # safetensors refuses one storage under two names, which an untied head that is the embedding has.
         tensors[key] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
+    file.touch()  # with the user's own permissions: safetensors would keep the file from everybody else
+    mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def _index(

@@ -142,3 +142,15 @@ def test_an_absent_method_is_in_the_readme_with_its_reason(name):
     ]
     assert rows, f"README does not say why there is no {name}"
     assert len(rows[0].split("|")[2].strip()) > 20, "a reason, not a dash"
+
+
+def test_an_empty_list_says_so(tiny_model):
+    with pytest.raises(ValueError, match="empty"):
+        tiny_model([])
+
+
+def test_saved_weights_can_be_read_by_whom_other_files_can(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "plain").touch()
+    weights = tmp_path / "saved" / "model.safetensors"
+    assert weights.stat().st_mode == (tmp_path / "plain").stat().st_mode
