@@ -43,8 +43,8 @@ check: setup
 	$(BIN)/lens-gemma4 check tiny
 
 bench: setup
-	$(BIN)/python benchmarks/forward.py
-	$(BIN)/python benchmarks/loading.py
+	$(BIN)/python benchmarks/loading.py -o benchmarks/results/loading.txt
+	$(BIN)/python benchmarks/forward.py -o benchmarks/results/forward.txt
 
 # A machine with a card often has its own python with torch and no network: without a .venv that one is used.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

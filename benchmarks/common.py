@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+sys.path.insert(
+    0, str(Path(__file__).parent.parent)
+)  # runs from a checkout that is not installed, too
 
 from lens_gemma4 import HookedModel
 
 # 12 blocks, 512 wide, 32,000 words: the size at which peers were measured.
-MID: dict[str, Any] = {
+TEXT_MID: dict[str, Any] = {
     "hidden_size": 512,
     "num_hidden_layers": 12,
     "vocab_size": 32_000,
@@ -28,7 +35,7 @@ MID: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 # 6 blocks, 60 wide: overhead is all.
-SMALL: dict[str, Any] = MID | {
+TEXT_SMALL: dict[str, Any] = TEXT_MID | {
     "hidden_size": 60,
     "num_hidden_layers": 6,
     "vocab_size": 300,
@@ -37,8 +44,24 @@ SMALL: dict[str, Any] = MID | {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "global_head_dim": 32,
-    "sliding_window": 4,
+    "sliding_window": 16,
 }
+
+
+class Spread(NamedTuple):
+    """Quartiles of per-round ratios."""
+
+    low: float
+    median: float
+    high: float
+
+
+def calm() -> None:
+    """No progress bars and no advice from transformers between the lines of a table."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 @torch.no_grad()
@@ -71,42 +94,52 @@ def text_pair(shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> tupl
 
 
 def ratios(
-    calls: dict[str, Callable[[], Any]], base: str, rounds: int
-) -> dict[str, tuple[float, float, float]]:
-    """Lower quartile, median and upper quartile of each call's time over `base`'s in the same round.
+    calls: dict[str, Callable[[], Any]],
+    base: str,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Spread]:
+    """Each call's time over `base`'s in the same round.
 
-    Calls take turns within a round, in turning order, so that a slow moment of the machine hits all alike.
+    Calls take turns within a round, each round beginning with another, so that a slow moment of the machine
+    hits all alike.
     """
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            begin = time.perf_counter()
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            begin = clock()
             kept = calls[name]()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(clock() - begin)
             del kept
-    found = {}
-    for name in names:
-        each = [a / b for a, b in zip(times[name], times[base], strict=True)]
-        low, middle, high = statistics.quantiles(each, n=4) if rounds > 1 else (each[0],) * 3
-        found[name] = (low, middle, high)
-    return found
+    return {name: _spread(times[name], times[base]) for name in names}
+
+
+def _spread(times: list[float], base: list[float]) -> Spread:
+    each = [a / b for a, b in zip(times, base, strict=True)]
+    return Spread(*statistics.quantiles(each, n=4)) if len(each) > 1 else Spread(*each * 3)
 
 
 def machine() -> str:
     """What ran: versions and processor."""
     import transformers
 
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, {processor()}"
+    return (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, {_processor()}, "
+        f"load {_load():.1f}"
+    )
 
 
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:  # noqa: PTH123
-            return next(
-                line.split(":")[1].strip() for line in lines if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor()
+def _load() -> float:
+    """Processes that wanted a core in the last minute: above the number of cores, times mean little."""
+    return os.getloadavg()[0]
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()

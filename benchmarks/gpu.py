@@ -1,9 +1,9 @@
 """The 12B's true shape with random weights: equality with transformers, memory and time, as ratios.
 
-    python benchmarks/gpu.py [--small] [--device cuda] [--rounds 7] [-o FILE]
+    python benchmarks/gpu.py [--small] [--device cuda] [--dtype bfloat16] [--rounds 7] [-o FILE]
 
-One transformers model is built on the device and its storage shared, so both run the same weights. Exit code 1
-when any logit differs. `--small` runs the same script on a small model, on any device.
+One transformers model is built on the device and its storage shared, so both run the same weights and
+24 GB hold both. Exit code 1 when any logit differs. `--small` runs the same on a small model, on any device.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import inspect
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import randomise, ratios
+from common import TEXT_SMALL, calm, randomise, ratios
+from torch import Tensor
 
 from lens_gemma4 import HookedModel
+from lens_gemma4 import model as network
 
 TEXT_12B: dict[str, Any] = {
     "vocab_size": 262_144,
@@ -36,6 +37,7 @@ TEXT_12B: dict[str, Any] = {
     "attention_k_eq_v": True,
     "sliding_window": 1024,
     "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": "vision",
 }
 VISION_12B = {
     "patch_size": 16,
@@ -44,55 +46,74 @@ VISION_12B = {
     "mm_posemb_size": 1120,
     "output_proj_dims": 3840,
 }
-TEXT_SMALL = TEXT_12B | {
-    "vocab_size": 1000,
-    "hidden_size": 60,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "sliding_window": 16,
-}
 VISION_SMALL = VISION_12B | {
     "patch_size": 2,
     "mm_embed_dim": 32,
     "mm_posemb_size": 16,
     "output_proj_dims": 32,
 }
-TOKENS = {"image_token_id": 990, "audio_token_id": 991, "video_token_id": 992}
+MEDIA_SMALL = {"image_token_id": 290, "audio_token_id": 291, "video_token_id": 292}
 
 
-def build(small: bool, device: str) -> Any:
-    """The wrapper with vision and audio, random bfloat16 weights, straight on the device."""
-    from transformers import (
-        Gemma4UnifiedConfig,
-        Gemma4UnifiedForConditionalGeneration,
-        Gemma4UnifiedTextConfig,
+class Row(NamedTuple):
+    """One comparison of logits on real tokens."""
+
+    prompt: str
+    attention: str
+    difference: float
+    finite: bool
+    control: bool  # whether a layer scalar left out is seen: a comparison that cannot fail proves nothing
+
+    @property
+    def holds(self) -> bool:
+        return self.difference == 0 and self.finite and self.control
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.holds else "FAILS"
+        return (
+            f"{self.prompt:9} {self.attention:6} largest difference {self.difference:g}, finite: {self.finite}, "
+            f"control differs: {self.control}  {verdict}"
+        )
+
+
+# -- building -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def build(small: bool, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """transformers' wrapper with vision and audio, random weights made where they stay."""
+    import transformers
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    text = transformers.Gemma4UnifiedTextConfig(
+        **(TEXT_SMALL | {"use_bidirectional_attention": "vision"} if small else TEXT_12B)
     )
-
-    text = Gemma4UnifiedTextConfig(**(TEXT_SMALL if small else TEXT_12B))
     vision = VISION_SMALL if small else VISION_12B
-    config = Gemma4UnifiedConfig(
-        text_config=text, vision_config=vision, audio_config={}, **(TOKENS if small else {})
-    )
+    media = MEDIA_SMALL if small else {}
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config={}, **media)
     with torch.device(device):
         model = Gemma4UnifiedForConditionalGeneration._from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation="sdpa"
         )
     model.eval().requires_grad_(False)
     randomise(model)
+    _rotary_from_cpu(model.model.language_model.rotary_emb)
     return model
 
 
-def prompts(cfg: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Text longer than two windows, a left-padded batch, and a prompt with an image."""
+def _rotary_from_cpu(rotary: Any) -> None:
+    """Frequencies as transformers' loader makes them, on the CPU: powers on a card round unlike."""
+    made = dict(type(rotary)(rotary.config).named_buffers())
+    for name, value in rotary.named_buffers():
+        value.copy_(made[name])
+
+
+def prompts(cfg: Any, device: str) -> dict[str, dict[str, Tensor]]:
+    """Text of one token and of two windows, a left-padded batch, and an image inside text."""
     generator = torch.Generator().manual_seed(1)
-    length = 2 * cfg.window_size + 5
-    top = min(cfg.d_vocab, 900 if cfg.d_vocab <= 1000 else 250_000)
-    text = torch.randint(5, top, (1, length), generator=generator)
-    batch = torch.randint(5, top, (2, 48), generator=generator)
+    top = min(cfg.d_vocab, 250_000) - 20  # below the media tokens
+    text = torch.randint(5, top, (1, 2 * cfg.window_size + 5), generator=generator)
+    batch = torch.randint(5, top, (2, cfg.window_size + 30), generator=generator)
     mask = torch.ones_like(batch)
     mask[0, :11], batch[0, :11] = 0, 0
     grid = torch.cartesian_prod(torch.arange(4), torch.arange(5)).flip(-1)[
@@ -102,15 +123,16 @@ def prompts(cfg: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
     image = torch.cat(
         [text[:, :7], torch.full((1, grid.shape[1]), cfg.image_token_id), text[:, 7:20]], dim=1
     )
+    media = {
+        "pixel_values": pixels,
+        "image_position_ids": grid,
+        "mm_token_type_ids": (image == cfg.image_token_id).long(),
+    }
     given = {
+        "one token": {"input_ids": text[:, :1]},
         "text": {"input_ids": text},
         "padded": {"input_ids": batch, "attention_mask": mask},
-        "image": {
-            "input_ids": image,
-            "pixel_values": pixels,
-            "image_position_ids": grid,
-            "mm_token_type_ids": (image == cfg.image_token_id).long(),
-        },
+        "image": {"input_ids": image, **media},
     }
     return {
         name: {key: value.to(device) for key, value in inputs.items()}
@@ -118,23 +140,57 @@ def prompts(cfg: Any, device: str) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def rules() -> str:
-    """Which mask rules and which spelling of sdpa the installed transformers has."""
-    from transformers.integrations import sdpa_attention
-    from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
+# -- comparing ----------------------------------------------------------------------------------------
 
-    source = inspect.getsource(sdpa_attention)
-    return (
-        f"windowed image masks in generate: {hasattr(modeling, 'create_masks_for_vision_model')}; "
-        f"sdpa repeats heads over 256: {'<= 256' in source}; regroups a single query: {'pack_gqa' in source}"
+
+@torch.no_grad()
+def compare(
+    hf_model: Any, model: HookedModel, prompt: str, inputs: dict[str, Tensor], attention: str
+) -> Row:
+    """Both models on one input; rows of padding are left out."""
+    hf_model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention)
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    theirs, ours = hf_model(**inputs).logits[real], model(**inputs)[real]
+    difference = largest_difference(theirs, ours)
+    del theirs
+    return Row(
+        prompt,
+        attention,
+        difference,
+        bool(ours.isfinite().all()),
+        _control(model, inputs, ours, real),
     )
 
 
-def peak(call: Callable[[], Any], device: str) -> float:
-    """Peak memory of a call above what is held, in MB; 0 without a card."""
-    if not device.startswith("cuda"):
-        call()
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Row by row: float32 copies of a whole prompt's logits over 262,144 words would fill gigabytes."""
+    if torch.equal(a, b):
         return 0.0
+    return max((x.float() - y.float()).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def _control(model: HookedModel, inputs: dict[str, Tensor], ours: Tensor, real: Tensor) -> bool:
+    scalar = model.blocks[-1].layer_scalar
+    kept = scalar.clone()
+    scalar.fill_(1.0)
+    try:
+        return not torch.equal(model(**inputs)[real], ours)
+    finally:
+        scalar.copy_(kept)
+
+
+# -- what it costs ------------------------------------------------------------------------------------
+
+
+def on_card(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def peak(call: Callable[[], Any], device: str) -> float | None:
+    """Peak memory of a call above what is held, in MB; None without a card."""
+    if not on_card(device):
+        return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -144,9 +200,11 @@ def peak(call: Callable[[], Any], device: str) -> float:
 
 
 def synced(call: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """The call together with the work it left on the card."""
+
     def run() -> Any:
         out = call()
-        if device.startswith("cuda"):
+        if on_card(device):
             torch.cuda.synchronize()
         return out
 
@@ -154,88 +212,102 @@ def synced(call: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 
 @torch.no_grad()
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("-o", "--output", type=Path)
-    args = parser.parse_args()
-    if not args.small and not args.device.startswith("cuda"):
-        print(
-            "the full 12B needs a CUDA card; --small runs the same checks on a small model here",
-            file=sys.stderr,
-        )
-        return 2
-    card = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-    version = importlib.metadata.version("transformers")
-    lines = [
-        f"{datetime.date.today()}  {card}, torch {torch.__version__}, transformers {version}",
-        rules(),
-    ]
-    print("\n".join(lines), flush=True)
-    begin = time.perf_counter()
-    hf_model = build(args.small, args.device)
-    model = HookedModel.from_pretrained(hf_model=hf_model)
-    lines.append(
-        f"built in {time.perf_counter() - begin:.1f} s, {model.n_params_total / 1e9:.2f} billion weights"
-    )
-    wrong = 0
-    for name, inputs in prompts(model.cfg, args.device).items():
-        for attention in ("sdpa", "eager"):
-            hf_model.set_attn_implementation(attention)
-            model.set_attn_implementation(attention)
-            theirs, ours = hf_model(**inputs).logits, model(**inputs)
-            real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-            difference = (theirs.float() - ours.float()).abs()[real].max().item()
-            equal = torch.equal(theirs[real], ours[real])
-            moved = _control(model, inputs, ours, real)
-            wrong += not (equal and moved)
-            lines.append(
-                f"{name:7} {attention:6} largest difference {difference:g} {'' if equal else 'DIFFERS'} control moves: {moved}"
-            )
-            print(lines[-1], flush=True)
-            del theirs, ours
-        lines += _costs(hf_model, model, name, inputs, args.device, args.rounds)
-        print(lines[-1], flush=True)
-    lines.append("equal to the last bit" if not wrong else f"{wrong} comparisons failed")
-    print(lines[-1])
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
-    return int(wrong > 0)
-
-
-def _control(model: HookedModel, inputs: Any, ours: torch.Tensor, real: torch.Tensor) -> bool:
-    """Whether leaving one layer scalar out is seen: a comparison that cannot fail proves nothing."""
-    scalar = model.blocks[-1].layer_scalar
-    kept = scalar.clone()
-    scalar.fill_(1.0)
-    moved = not torch.equal(model(**inputs)[real], ours[real])
-    scalar.copy_(kept)
-    return moved
-
-
-def _costs(
-    hf_model: Any, model: HookedModel, name: str, inputs: Any, device: str, rounds: int
+def costs(
+    hf_model: Any, model: HookedModel, inputs: dict[str, Tensor], device: str, rounds: int
 ) -> list[str]:
+    """Time and peak memory of ours over transformers', sdpa."""
     hf_model.set_attn_implementation("sdpa")
     model.set_attn_implementation("sdpa")
+    stream = "blocks.*.hook_resid_post"
     calls = {
         "transformers": synced(lambda: hf_model(**inputs).logits, device),
         "forward": synced(lambda: model(**inputs), device),
         "stream cached": synced(
-            lambda: model.run_with_cache(**inputs, names_filter="blocks.*.hook_resid_post"), device
+            lambda: model.run_with_cache(**inputs, names_filter=stream), device
         ),
     }
     base = peak(calls["transformers"], device)
     lines = []
     for call, (low, middle, high) in ratios(calls, "transformers", rounds).items():
-        memory = peak(calls[call], device)
-        times = f"time {middle:.3f} ({low:.3f} to {high:.3f})"
-        lines.append(
-            f"{name:7} {call:14} {times}, peak memory {memory:.0f} MB ({memory / base if base else 1:.2f})"
-        )
+        line = f"{call:14} time {middle:.3f} ({low:.3f} to {high:.3f})"
+        if (memory := peak(calls[call], device)) is not None and base:
+            line += f", peak above the weights {memory:.0f} MB ({memory / base:.2f})"
+        lines.append(line)
     return lines
+
+
+# -- the report ---------------------------------------------------------------------------------------
+
+
+def rules() -> str:
+    """What the installed transformers brings that its older releases do not, and what ours makes of it."""
+    from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
+
+    return (
+        f"windowed image masks in generate: {hasattr(modeling, 'create_masks_for_vision_model')}; heads over 256 "
+        f"repeated: {network.WIDE_HEADS_REPEATED}; single query regrouped: {network.SINGLE_QUERY_REGROUPED}"
+    )
+
+
+def machine(device: str) -> str:
+    card = torch.cuda.get_device_name(device) if on_card(device) else "CPU"
+    version = importlib.metadata.version("transformers")
+    return f"{datetime.date.today()}  {card}, torch {torch.__version__}, transformers {version}"
+
+
+def report(args: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """Run everything; whether every comparison holds."""
+    begin = time.perf_counter()
+    hf_model = build(args.small, args.device, getattr(torch, args.dtype))
+    model = HookedModel.from_pretrained(hf_model=hf_model)
+    weights = sum(value.numel() for _, value in model.named_weights())
+    say(
+        f"{weights / 1e9:.2f} billion weights, {args.dtype}, built in {time.perf_counter() - begin:.0f} s"
+    )
+    rows = []
+    for prompt, inputs in prompts(model.cfg, args.device).items():
+        for attention in ("sdpa", "eager"):
+            rows.append(compare(hf_model, model, prompt, inputs, attention))
+            say(str(rows[-1]))
+        for line in costs(hf_model, model, inputs, args.device, args.rounds):
+            say(f"{prompt:9} {line}")
+    if on_card(args.device):
+        say(f"peak memory in all {torch.cuda.max_memory_allocated() / 2**30:.1f} GB")
+    failed = sum(not row.holds for row in rows)
+    say(f"{failed} of {len(rows)} comparisons fail" if failed else "equal to the last bit")
+    say(f"{time.perf_counter() - begin:.0f} s in all")
+    return not failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    if not args.small and not on_card(args.device):
+        print(
+            "the full 12B needs a CUDA card; --small runs the same on a small model here",
+            file=sys.stderr,
+        )
+        return 2
+    calm()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    say(machine(args.device))
+    say(rules())
+    held = report(args, say)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+    return 0 if held else 1
 
 
 if __name__ == "__main__":
