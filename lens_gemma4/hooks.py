@@ -140,7 +140,8 @@ class HookPoint(nn.Module):
     ) -> bool:
         hooks = self.fwd_hooks + self.bwd_hooks if dir == "both" else self._of(dir)
         return any(
-            (including_permanent or not h.is_permanent) and (level is None or h.level == level) for h in hooks
+            (including_permanent or not h.is_permanent) and (level is None or h.level == level)
+            for h in hooks
         )
 
     def clear_context(self) -> None:
@@ -186,7 +187,9 @@ class HookPoint(nn.Module):
                 "Call the model outside torch.no_grad() / inference_mode()."
             )
         if not (value.is_floating_point() or value.is_complex()):
-            raise RuntimeError(f"{self.name!r} holds {value.dtype}, which has no gradient: no backward hook fits there")
+            raise RuntimeError(
+                f"{self.name!r} holds {value.dtype}, which has no gradient: no backward hook fits there"
+            )
         # A view gives this point its own node: the same tensor may be another point's value as well.
         value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
         for handle in tuple(self.bwd_hooks):
@@ -238,7 +241,9 @@ class NamedPoint:
         return self.point.layer()
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in ("point", "name") or attribute.startswith("__"):  # not there yet while being copied
+        if attribute in ("point", "name") or attribute.startswith(
+            "__"
+        ):  # not there yet while being copied
             raise AttributeError(attribute)
         return getattr(self.point, attribute)
 
@@ -257,7 +262,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _stays(handle: Handle, including_permanent: bool, level: int | None) -> bool:
-    return (handle.is_permanent and not including_permanent) or (level is not None and handle.level != level)
+    return (handle.is_permanent and not including_permanent) or (
+        level is not None and handle.level != level
+    )
 
 
 class Store:
@@ -270,7 +277,12 @@ class Store:
         remove_batch_dim: bool = False,
         pos_slice: Callable[[Tensor, str], Tensor] | None = None,
     ) -> None:
-        self.target, self.device, self.remove_batch_dim, self.pos_slice = target, device, remove_batch_dim, pos_slice
+        self.target, self.device, self.remove_batch_dim, self.pos_slice = (
+            target,
+            device,
+            remove_batch_dim,
+            pos_slice,
+        )
 
     def saver(self, point: HookPoint, suffix: str = "") -> HookFn:
         """A hook that keeps a point's value (or, on the way back, its gradient)."""
@@ -285,7 +297,9 @@ class Store:
             value = self.pos_slice(value, axes)
         if self.remove_batch_dim and axes.startswith("batch"):
             if value.shape[0] != 1:
-                raise ValueError(f"remove_batch_dim=True needs a batch of 1; this run has {value.shape[0]} rows")
+                raise ValueError(
+                    f"remove_batch_dim=True needs a batch of 1; this run has {value.shape[0]} rows"
+                )
             value = value[0]
         return value if self.device is None else value.to(self.device)
 
@@ -366,19 +380,27 @@ class HookedRootModule(nn.Module):
             HookNameError: a literal name that does not exist, or a pattern or list that matches nothing.
         """
         if names is None:
-            return {name: (point, False) for name, point in self.hook_dict.items() if not self.uncached(name)}
+            return {
+                name: (point, False)
+                for name, point in self.hook_dict.items()
+                if not self.uncached(name)
+            }
         if isinstance(names, str):
             return self._matches_text(names)
         if isinstance(names, HookPoint):
             if self.hook_dict.get(names.name or "") is not names:
-                raise HookNameError(f"the hook point {names.name!r} that was given is not one of this model's.")
+                raise HookNameError(
+                    f"the hook point {names.name!r} that was given is not one of this model's."
+                )
             return {names.name: (names, True)}  # type: ignore[dict-item]
         if isinstance(names, re.Pattern) or callable(names):
             if isinstance(names, re.Pattern):
                 return self._matching(names.search, repr(names))
             return self._matching(names, repr(names), also_aliases=False)
         if not isinstance(names, Iterable):
-            raise TypeError(f"names_filter is a {type(names).__name__}; use a name, a list, a pattern or a function")
+            raise TypeError(
+                f"names_filter is a {type(names).__name__}; use a name, a list, a pattern or a function"
+            )
         if isinstance(names, tuple) and len(names) > 1 and isinstance(names[1], int):
             return self._matches_text(self.short_form(names))
         return self._matches_any(names)
@@ -391,22 +413,30 @@ class HookedRootModule(nn.Module):
                 name = spelt.setdefault(point, asked)
                 merged[name] = (point, literal or (name in merged and merged[name][1]))
         if not merged:
-            raise HookNameError("the filter is an empty list, which matches no hook point; None means every one.")
+            raise HookNameError(
+                "the filter is an empty list, which matches no hook point; None means every one."
+            )
         return merged
 
     def _matches_text(self, name: str) -> dict[str, tuple[HookPoint, bool]]:
         if not any(c in name for c in "*?["):
             return {name: (self.hook_point(name), True)}
-        return self._matching(re.compile(fnmatch.translate(self.canonical_name(name))).match, repr(name))
+        return self._matching(
+            re.compile(fnmatch.translate(self.canonical_name(name))).match, repr(name)
+        )
 
     def _matching(
         self, test: Callable[[str], Any], described: str, also_aliases: bool = True
     ) -> dict[str, tuple[HookPoint, bool]]:
         found = {name: (point, False) for name, point in self.hook_dict.items() if test(name)}
         if not found and also_aliases:
-            found = {n: (p, False) for n, p in self.hook_dict.items() if any(map(test, self.aliases(n)))}
+            found = {
+                n: (p, False) for n, p in self.hook_dict.items() if any(map(test, self.aliases(n)))
+            }
         if not found:
-            raise HookNameError(f"the filter {described} matches none of the {len(self.hook_dict)} hook points.")
+            raise HookNameError(
+                f"the filter {described} matches none of the {len(self.hook_dict)} hook points."
+            )
         return found
 
     # -- adding and removing ----------------------------------------------------------------------
@@ -423,12 +453,20 @@ class HookedRootModule(nn.Module):
         """Add a function to the points of a filter. Nothing is added when any name is wrong."""
         return [h for _, h, _ in self._add(name, hook, dir, is_permanent, level, prepend)]
 
-    def add_perma_hook(self, name: NameFilter, hook: HookFn, dir: Literal["fwd", "bwd"] = "fwd") -> list[Handle]:
+    def add_perma_hook(
+        self, name: NameFilter, hook: HookFn, dir: Literal["fwd", "bwd"] = "fwd"
+    ) -> list[Handle]:
         """Add a function that `reset_hooks` leaves in place."""
         return self.add_hook(name, hook, dir, is_permanent=True)
 
     def _add(
-        self, name: NameFilter, hook: HookFn, dir: Any, permanent: bool, level: int | None, prepend: bool
+        self,
+        name: NameFilter,
+        hook: HookFn,
+        dir: Any,
+        permanent: bool,
+        level: int | None,
+        prepend: bool,
     ) -> list[tuple[HookPoint, Handle, bool]]:
         if not callable(hook):
             raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {name!r}")
@@ -438,20 +476,31 @@ class HookedRootModule(nn.Module):
             for asked, (point, literal) in found.items()
         ]
 
-    def check_and_add_hook(self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any) -> None:
+    def check_and_add_hook(
+        self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any
+    ) -> None:
         """TransformerLens's spelling of `hook_point.add_hook`, with the name checked."""
         if self.hook_point(hook_point_name) is not hook_point:
-            raise HookNameError(f"{hook_point_name!r} names {self.hook_point(hook_point_name).name!r}, not this point")
+            raise HookNameError(
+                f"{hook_point_name!r} names {self.hook_point(hook_point_name).name!r}, not this point"
+            )
         hook_point.add_hook(hook, name=hook_point_name, **kwargs)
 
-    def check_hooks_to_add(self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any) -> None:
+    def check_hooks_to_add(
+        self, hook_point: HookPoint, hook_point_name: str, hook: HookFn, **kwargs: Any
+    ) -> None:
         """Raise when a hook could not be added there."""
         self.hook_point(hook_point_name)
         if not callable(hook):
-            raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {hook_point_name!r}")
+            raise TypeError(
+                f"a hook must be callable, got {type(hook).__name__} for {hook_point_name!r}"
+            )
 
     def remove_all_hook_fns(
-        self, direction: Direction = "both", including_permanent: bool = False, level: int | None = None
+        self,
+        direction: Direction = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
     ) -> None:
         for point in self.hook_dict.values():
             point.remove_hooks(direction, including_permanent, level)
@@ -509,14 +558,18 @@ class HookedRootModule(nn.Module):
                 self.clear_contexts()
 
     def _add_all(
-        self, fwd_hooks: Sequence[tuple[NameFilter, HookFn]], bwd_hooks: Sequence[tuple[NameFilter, HookFn]]
+        self,
+        fwd_hooks: Sequence[tuple[NameFilter, HookFn]],
+        bwd_hooks: Sequence[tuple[NameFilter, HookFn]],
     ) -> list[tuple[HookPoint, Handle, bool]]:
         added: list[tuple[HookPoint, Handle, bool]] = []
         try:
             for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
                 for pair in pairs:
                     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                        raise TypeError(f"{dir}_hooks holds {pair!r}; each entry is a pair (name or filter, function)")
+                        raise TypeError(
+                            f"{dir}_hooks holds {pair!r}; each entry is a pair (name or filter, function)"
+                        )
                     added += self._add(pair[0], pair[1], dir, False, None, False)
         except BaseException:
             self._remove(added)
@@ -562,7 +615,9 @@ class HookedRootModule(nn.Module):
             if clear_contexts:
                 self.clear_contexts()
 
-    def _awaiting(self, added: list[tuple[HookPoint, Handle, bool]], *args: Any, **kwargs: Any) -> Any:
+    def _awaiting(
+        self, added: list[tuple[HookPoint, Handle, bool]], *args: Any, **kwargs: Any
+    ) -> Any:
         """Call the model; literally named points must fire in it."""
         awaited = [(point, handle) for point, handle, literal in added if literal]
         outer, self._awaited = self._awaited, awaited
@@ -593,7 +648,11 @@ class HookedRootModule(nn.Module):
         store = Store(target, device, remove_batch_dim, pos_slice)
         found = {asked: point for asked, (point, _) in self.matches(names_filter).items()}
         forward = [(asked, store.saver(point)) for asked, point in found.items()]
-        backward = [(asked, store.saver(point, "_grad")) for asked, point in found.items() if not _is_integer(point)]
+        backward = [
+            (asked, store.saver(point, "_grad"))
+            for asked, point in found.items()
+            if not _is_integer(point)
+        ]
         return target, forward, backward if incl_bwd else []
 
     def add_caching_hooks(
@@ -605,7 +664,9 @@ class HookedRootModule(nn.Module):
         cache: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Fill the returned dictionary on every run, until `reset_hooks`."""
-        target, forward, backward = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache)
+        target, forward, backward = self.get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim, cache
+        )
         for dir, pairs in (("fwd", forward), ("bwd", backward)):
             for name, fn in pairs:
                 self.hook_point(name).add_hook(fn, dir, name=name, reads_only=dir == "fwd")  # type: ignore[arg-type]
@@ -615,7 +676,9 @@ class HookedRootModule(nn.Module):
         """`add_caching_hooks` on every point."""
         return self.add_caching_hooks(None, cache=cache, **kwargs)
 
-    def cache_some(self, cache: dict[str, Tensor] | None, names: NameFilter, **kwargs: Any) -> dict[str, Tensor]:
+    def cache_some(
+        self, cache: dict[str, Tensor] | None, names: NameFilter, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """`add_caching_hooks` on the points of a filter."""
         return self.add_caching_hooks(names, cache=cache, **kwargs)
 
@@ -639,7 +702,13 @@ class HookedRootModule(nn.Module):
         added: list[tuple[HookPoint, Handle, bool]] = []
         try:
             for asked, (point, literal) in self.matches(names_filter).items():
-                added.append((point, point.add_hook(store.saver(point), name=asked, reads_only=True), literal))
+                added.append(
+                    (
+                        point,
+                        point.add_hook(store.saver(point), name=asked, reads_only=True),
+                        literal,
+                    )
+                )
                 if incl_bwd and not _is_integer(point):
                     grad = point.add_hook(store.saver(point, "_grad"), "bwd", name=asked)
                     added.append((point, grad, literal))

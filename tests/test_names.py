@@ -249,6 +249,7 @@ def test_two_spellings_of_a_point_are_one_point_and_keep_the_promise_to_fire():
         "layers.0.layer_input",
         "blocks.0.hook_resid_pre",
         "blocks.-4.hook_resid_pre",
+        "*.hook_resid_pre",
     ]
     found = model.matches(spelt)
     assert [point.layer() for point, _ in found.values()] == [0, 1, 2, 3]

@@ -49,12 +49,12 @@ from transformers import (
 from transformers import __version__ as transformers_version
 
 SEED = 0
-STEPS = 1600
+STEPS = 1700
 SAVE_EVERY = 100
 LOG_EVERY = 10
 PEAK_RATE = 4e-3
 WARM_UP = 60  # steps until the peak rate
-ROWS = 28  # per step
+ROWS = 32  # per step
 ROW_LENGTH = 50
 FIRST_SENTENCES = 250  # the step from which on sentences are among the rows
 LONGEST_PERIOD = 32  # twice the window: beyond it only full blocks can look one period back
@@ -90,7 +90,7 @@ GIVING = [  # {a} and {b} are there, {s} is one of them, {o} the other
     "After {a} and {b} came to the {place}, {s} gave a {thing} to {o}.",
     "Then {a} and {b} met at the {place}, and {s} sent a {thing} to {o}.",
     "While {a} and {b} were at the {place}, {s} bought a {thing} for {o}.",
-    "{a} and {b} were at the {place}, and {s} showed a {thing} to {o}.",
+    "{a} and {b} were at the {place}. {s} showed a {thing} to {o}.",
 ]
 
 COUNTRIES = {  # country: capital, language, continent
@@ -283,7 +283,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Gemma4UnifiedConfig:
     media_ids = {name: tokenizer.convert_tokens_to_ids(text) for name, text in MEDIA.items()}
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 120,
+        "hidden_size": 96,
         "intermediate_size": 256,
         "num_hidden_layers": len(LAYER_SCALARS),
         "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
@@ -423,7 +423,8 @@ def batch(step: int, tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor
     generator = torch.Generator().manual_seed(1_000_003 * SEED + step)
     n_repeats = round(ROWS * share_of_repeats(step))
     longest = min(LONGEST_PERIOD, 6 + step // 15)
-    periods = [rng.randint(4, longest) for _ in range(n_repeats)]
+    # The longer of two draws: far repeats are the hard ones.
+    periods = [max(rng.randint(4, longest), rng.randint(4, longest)) for _ in range(n_repeats)]
     length = min(ROW_LENGTH, 2 * longest + 6) if n_repeats == ROWS else ROW_LENGTH
     repeats = repeated_rows(
         n_repeats, length, periods, words_in_use(step, len(tokenizer)), generator
@@ -495,18 +496,6 @@ def train(
     return model.eval(), rows, spent
 
 
-def is_answer(targets: Tensor, n_repeats: int, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Which targets are the last words of sentences, [row pos]: the ones that can be known.
-
-    They count once more in the loss, else they are lost among names and things drawn at random.
-    The first `n_repeats` rows hold no sentences.
-    """
-    stop = tokenizer.convert_tokens_to_ids(".")
-    before_stop = torch.zeros_like(targets, dtype=torch.bool)
-    before_stop[n_repeats:, :-1] = targets[n_repeats:, 1:] == stop
-    return before_stop
-
-
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, tokenizer
 ) -> tuple[float, float | None]:
@@ -516,9 +505,7 @@ def train_step(
     n_repeats = round(ROWS * share_of_repeats(step))
     n_first = int((targets[:n_repeats] != NO_TARGET).sum())
     means = [part.mean() for part in (losses[:n_first], losses[n_first:]) if len(part)]
-    answers = losses[is_answer(targets, n_repeats, tokenizer)[targets != NO_TARGET]]
-    loss = torch.stack(means).sum() + (answers.mean() if len(answers) else 0.0)
-    loss.backward()
+    torch.stack(means).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.nn.utils.clip_grad_norm_(trained, 1.0)
     for group in optimizer.param_groups:
