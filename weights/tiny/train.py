@@ -1,6 +1,6 @@
 """Make the checkpoint in this folder: tokenizer, processor, weights, model card, from one seed.
 
-    python weights/tiny/train.py --out DIR             build and train everything, under five minutes
+    python weights/tiny/train.py --out DIR             build and train everything: some minutes on two idle cores
     python weights/tiny/train.py --out DIR --resume    go on where an interrupted training stopped
     python weights/tiny/train.py --out DIR --evaluate  only measure what is in DIR
 
@@ -772,7 +772,7 @@ def card(
         threads=torch.get_num_threads(),
         loss_repeats=losses[0],
         loss_sentences=losses[1],
-        accuracies="\n".join(f"| {task} | {value:.1%} |" for task, value in results.items()),
+        accuracies="\n".join(f"| {task} | {value:.2%} |" for task, value in results.items()),
     )
 
 
