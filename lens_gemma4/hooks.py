@@ -240,6 +240,14 @@ class NamedPoint:
     def layer(self) -> int:
         return self.point.layer()
 
+    @property
+    def ctx(self) -> dict[str, Any]:
+        return self.point.ctx
+
+    @ctx.setter
+    def ctx(self, ctx: dict[str, Any]) -> None:
+        self.point.ctx = ctx
+
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("point", "name") or attribute.startswith(
             "__"

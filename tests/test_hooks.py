@@ -547,6 +547,11 @@ def test_a_hook_is_told_the_name_it_was_asked_for_by():
     model.run_with_hooks(**text_inputs(), fwd_hooks=[("*resid_mid", note)], clear_contexts=True)
     assert [name for name, *_ in seen[3:]] == [f"blocks.{i}.hook_resid_mid" for i in range(4)]
     assert model.blocks[1].hook_resid_mid.ctx == {}
+    model.run_with_hooks(
+        **text_inputs(),
+        fwd_hooks=[("layers.1.layer_mid", lambda v, hook: setattr(hook, "ctx", {"own": 1}))],
+    )
+    assert model.blocks[1].hook_resid_mid.ctx == {"own": 1}
     with pytest.raises(ValueError, match="in no block"):
         model.hook_logits.layer()
     got = []
