@@ -73,6 +73,11 @@ class PixelEmbedder(nn.Module):
             positions: x and y of each patch, in patches.
         """
         weights = self._weights_of[0] if self._weights_of else self
+        if positions.numel() and int(positions.max()) >= self.cfg.n_positions:
+            raise ValueError(
+                f"a patch is at {int(positions.max())}; this model knows positions 0 to {self.cfg.n_positions - 1} "
+                "on each axis: make the image smaller"
+            )
         patches = self.patch_ln1(pixels.to(weights.w_patch.dtype), weights.patch_ln1)
         patches = self.hook_patch_embed(F.linear(patches, weights.w_patch, weights.b_patch))
         patches = self.patch_ln2(patches, weights.patch_ln2)

@@ -918,6 +918,10 @@ def test_media_and_placeholders_must_match():
         ValueError, match=r"8 image placeholder tokens \(id 90\), the input gives 7"
     ):
         model(**fewer)
+    outside = inputs | {"image_position_ids": inputs["image_position_ids"].clone()}
+    outside["image_position_ids"][0, 0, 1] = 5
+    with pytest.raises(ValueError, match="a patch is at 5; this model knows positions 0 to 4"):
+        model(**outside)
     with pytest.raises(ValueError, match="input_features_mask"):
         model(**{name: value for name, value in inputs.items() if name != "input_features_mask"})
     with pytest.raises(ValueError, match="image_position_ids"):
