@@ -6,7 +6,15 @@ It holds tensors, the config and references to the few weights that attribution 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
 from typing import Any
 
 import torch
@@ -16,6 +24,7 @@ from torch import Tensor
 from lens_gemma4 import attribution, names
 from lens_gemma4.config import HookedConfig
 from lens_gemma4.errors import HookNameError
+from lens_gemma4.kept import Kept
 from lens_gemma4.utils import Slice
 
 GRAD = "_grad"  # what `incl_bwd` adds to a value's name
@@ -51,7 +60,9 @@ class ActivationCache(Mapping[str, Any]):
         derived: Mapping[str, Any] | None = None,
         has_batch_dim: bool = True,
     ) -> None:
-        self.cache_dict = dict(values)
+        self.cache_dict: MutableMapping[str, Tensor] = (
+            values if isinstance(values, Kept) else dict(values)
+        )
         self.cfg = cfg
         self.weights = dict(weights or {})
         self.derived = dict(derived or {})
@@ -139,7 +150,16 @@ class ActivationCache(Mapping[str, Any]):
         return self.cache_dict.items()
 
     def __repr__(self) -> str:
-        size = sum(v.numel() * v.element_size() for v in self.cache_dict.values()) / 2**20
+        kept = self.cache_dict
+        made = kept.in_memory() if isinstance(kept, Kept) else list(kept.values())
+        size = (
+            sum(
+                {
+                    v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in made
+                }.values()
+            )
+            / 2**20
+        )
         return f"ActivationCache of {len(self)} values, {size:.1f} MB: {self._kept()}"
 
     # -- changing the whole -----------------------------------------------------------------------------

@@ -276,7 +276,11 @@ class HookedModel(TextInputs, Gemma4):
             return_cache_object: an `ActivationCache`, else a plain dictionary.
 
         Returns:
-            (what the call returns, cache). Values are snapshots: later edits never change them.
+            (what the call returns, cache). Values are snapshots: later edits never change them. Those that follow from
+            other kept ones (the pattern from queries and keys) are made when they are first read.
+
+        Raises:
+            RuntimeError: on reading such a value after one it follows from was written into in place.
 
         >>> model = HookedModel.from_pretrained("tiny")
         >>> _, cache = model.run_with_cache("The capital of France is", names_filter="blocks.*.hook_resid_post")
@@ -299,11 +303,11 @@ class HookedModel(TextInputs, Gemma4):
             **run,
         )
         if not return_cache_object:
-            return out, values
-        whole = None if pos_slice is not None else values.get("hook_logits")
-        logits = _logits_of(
-            out, run, whole[None] if whole is not None and remove_batch_dim else whole
-        )
+            return out, dict(values.items())
+        logits = _logits_of(out, run)
+        if logits is None and pos_slice is None and "hook_logits" in values:
+            logits = values["hook_logits"]
+            logits = logits[None] if remove_batch_dim else logits
         derived = self._derived(tensors, logits, device)
         if remove_batch_dim:
             derived = {
@@ -656,13 +660,13 @@ _NO_BIAS = ("b_Q", "b_K", "b_V", "b_O", "b_in", "b_gate", "b_out", "b_U", "W_pos
 _RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
 
 
-def _logits_of(out: Any, run: Mapping[str, Any], kept: Tensor | None) -> Tensor | None:
-    """The logits of a call: what it returned, else `kept`; None when it did not get that far."""
+def _logits_of(out: Any, run: Mapping[str, Any]) -> Tensor | None:
+    """The logits among what a call returned."""
     if run.get("stop_at_layer") is not None:
         return None
     if isinstance(out, Output):
         return out.logits
-    return out if run.get("return_type", "logits") == "logits" else kept
+    return out if run.get("return_type", "logits") == "logits" else None
 
 
 def _layer_sizes(layer: LayerConfig) -> LayerSizes:

@@ -13,13 +13,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lens_gemma4.errors import HookNameError, HookShapeError
+from lens_gemma4.kept import Kept, Make, Saver, Store, version
 
 HookFn = Callable[..., Any]
 Direction = Literal["fwd", "bwd", "both"]
@@ -68,6 +68,27 @@ class HookPoint(nn.Module):
         return self._run(value)[0] if self.live else value
 
     forward = __call__
+
+    def of(self, make: Make, *inputs: Tensor) -> Tensor:
+        """`make(*inputs)`, a value that whoever only keeps it may make again when it is read."""
+        value = make(*inputs)
+        return value if self._deferred(value, make, inputs) else self._run(value)[0]
+
+    def defer(self, make: Make, *inputs: Tensor) -> bool:
+        """Whether nobody needs this value now: nobody listens, or the one who does keeps the way to make it."""
+        return self._deferred(None, make, inputs)
+
+    def _deferred(self, value: Tensor | None, make: Make, inputs: tuple[Tensor, ...]) -> bool:
+        if not self.live:
+            return True
+        if self.bwd_hooks or len(self.fwd_hooks) != 1:
+            return False
+        handle = self.fwd_hooks[0]
+        if not (isinstance(handle.fn, Saver) and handle.reads_only):
+            return False
+        deferred = handle.fn.defer(value, make, inputs)
+        handle.reached += deferred
+        return deferred
 
     def watch(self, value: Tensor) -> tuple[Tensor, bool]:
         """For a value shown beside the fast operation: also whether the forward must go on with it,
@@ -167,11 +188,11 @@ class HookPoint(nn.Module):
                 handle.fn(value, hook=handle.asked)
                 continue
             given = value.clone()
-            version = _version(given)
+            before = version(given)
             returned = handle.fn(given, hook=handle.asked)
             if returned is None or returned is given:
                 self._check(given, value, handle)  # `resize_`, `.data = ...`
-                value, edited = given, edited or _version(given) != version
+                value, edited = given, edited or version(given) != before
             else:
                 self._check(returned, value, handle)
                 # Laid out as the network's own values: products of unlike strides round unlike. And copied: the
@@ -259,11 +280,6 @@ class NamedPoint:
         return f"NamedPoint({self.name!r} -> {self.point.name!r})"
 
 
-def _version(value: Tensor) -> int:
-    """Grows with every write that autograd knows of; a content left equal counts too (a mask of ones)."""
-    return 0 if value.is_inference() else value._version
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     """Equal, NaN for NaN."""
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
@@ -273,43 +289,6 @@ def _stays(handle: Handle, including_permanent: bool, level: int | None) -> bool
     return (handle.is_permanent and not including_permanent) or (
         level is not None and handle.level != level
     )
-
-
-class Store:
-    """Puts snapshots of values into a dictionary, moved and sliced as asked."""
-
-    def __init__(
-        self,
-        target: dict[str, Tensor],
-        device: torch.device | str | None = None,
-        remove_batch_dim: bool = False,
-        pos_slice: Callable[[Tensor, str], Tensor] | None = None,
-    ) -> None:
-        self.target, self.device, self.remove_batch_dim, self.pos_slice = (
-            target,
-            device,
-            remove_batch_dim,
-            pos_slice,
-        )
-
-    def saver(self, point: HookPoint, suffix: str = "") -> HookFn:
-        """A hook that keeps a point's value (or, on the way back, its gradient)."""
-        # No inner function: with annotations checked at run time each one would be compiled anew for every point.
-        return partial(self._save, f"{point.name}{suffix}", point.axes)
-
-    def _save(self, name: str, axes: str, value: Tensor, hook: HookPoint | NamedPoint) -> None:
-        self.target[name] = self._snapshot(value.detach(), axes)
-
-    def _snapshot(self, value: Tensor, axes: str) -> Tensor:
-        if self.pos_slice is not None:
-            value = self.pos_slice(value, axes)
-        if self.remove_batch_dim and axes.startswith("batch"):
-            if value.shape[0] != 1:
-                raise ValueError(
-                    f"remove_batch_dim=True needs a batch of 1; this run has {value.shape[0]} rows"
-                )
-            value = value[0]
-        return value if self.device is None else value.to(self.device)
 
 
 class HookedRootModule(nn.Module):
@@ -655,9 +634,11 @@ class HookedRootModule(nn.Module):
         target: dict[str, Tensor] = {} if cache is None else cache
         store = Store(target, device, remove_batch_dim, pos_slice)
         found = {asked: point for asked, (point, _) in self.matches(names_filter).items()}
-        forward = [(asked, store.saver(point)) for asked, point in found.items()]
-        backward = [
-            (asked, store.saver(point, "_grad"))
+        forward: list[tuple[str, HookFn]] = [
+            (asked, _saver(store, point)) for asked, point in found.items()
+        ]
+        backward: list[tuple[str, HookFn]] = [
+            (asked, _saver(store, point, "_grad"))
             for asked, point in found.items()
             if not _is_integer(point)
         ]
@@ -699,13 +680,13 @@ class HookedRootModule(nn.Module):
         incl_bwd: bool = False,
         pos_slice: Callable[[Tensor, str], Tensor] | None = None,
         **model_kwargs: Any,
-    ) -> tuple[Any, dict[str, Tensor]]:
+    ) -> tuple[Any, Kept]:
         """Run the model and keep the values of the filter's points under our names.
 
-        Values are snapshots without gradient; with `incl_bwd` the output, which must be a single number
+        Those that follow from others kept here too are made when they are first read. Values are snapshots without gradient; with `incl_bwd` the output, which must be a single number
         (`return_type="loss"`), is differentiated and gradients are kept under `name + "_grad"`.
         """
-        stored: dict[str, Tensor] = {}
+        stored = Kept()
         store = Store(stored, device, remove_batch_dim, pos_slice)
         added: list[tuple[HookPoint, Handle, bool]] = []
         try:
@@ -713,12 +694,12 @@ class HookedRootModule(nn.Module):
                 added.append(
                     (
                         point,
-                        point.add_hook(store.saver(point), name=asked, reads_only=True),
+                        point.add_hook(_saver(store, point), name=asked, reads_only=True),
                         literal,
                     )
                 )
                 if incl_bwd and not _is_integer(point):
-                    grad = point.add_hook(store.saver(point, "_grad"), "bwd", name=asked)
+                    grad = point.add_hook(_saver(store, point, "_grad"), "bwd", name=asked)
                     added.append((point, grad, literal))
             out = self._awaiting(added, *model_args, **model_kwargs)
             if incl_bwd:
@@ -726,6 +707,10 @@ class HookedRootModule(nn.Module):
             return out, stored
         finally:
             self._remove(added)
+
+
+def _saver(store: Store, point: HookPoint, suffix: str = "") -> Saver:
+    return Saver(store, f"{point.name}{suffix}", point.axes)
 
 
 def _all(name: str) -> bool:

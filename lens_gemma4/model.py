@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -92,6 +93,13 @@ def repeat_heads(
         .expand(batch, kv_heads, times, pos, d_head)
         .reshape(batch, kv_heads * times, pos, d_head)
     )
+
+
+def _heads_first(
+    x: Float[Tensor, "batch pos kv_head d_head"],
+) -> Float[Tensor, "batch kv_head pos d_head"]:
+    """Copied, as transformers' cache copies keys and values: products of unlike strides round unlike."""
+    return x.transpose(1, 2).contiguous()
 
 
 def softmax(scores: Float[Tensor, "*axes kv_pos"]) -> Float[Tensor, "*axes kv_pos"]:
@@ -179,7 +187,7 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch pos d_model"]:
         """`lent` holds what lenders lend; a lender adds its own."""
         q = self.hook_q(self._by_head(F.linear(x, self.w_q)))
-        q = self.hook_rot_q(rotate(self.q_norm(q), *rotary))
+        q = self.hook_rot_q.of(partial(rotate, cos=rotary[0], sin=rotary[1]), self.q_norm(q))
         k, v = (
             self._own_keys_values(x, rotary) if self.cfg.lender is None else lent[self.cfg.lender]
         )
@@ -203,37 +211,47 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
     ) -> Float[Tensor, "batch pos head d_head"]:
         """Values mixed by the pattern."""
-        q = q.transpose(1, 2)
-        # transformers' cache copies keys and values, and products of unlike strides round unlike.
-        k, v = (
-            k.transpose(1, 2).contiguous(),
-            v.transpose(1, 2).contiguous(),
-        )  # [batch kv_head pos d_head]
         z = None
-        if self.eager or self.hook_attn_scores.live or self.hook_pattern.live:
+        if self.eager or not self._squares_deferred(q, k, mask):
             z = self._explicit(q, k, v, mask)
         if z is None:
-            z = sdpa(q, k, v, mask)
+            z = sdpa(q.transpose(1, 2), _heads_first(k), _heads_first(v), mask)
         return z.transpose(1, 2).contiguous()
+
+    def _squares_deferred(self, q: Tensor, k: Tensor, mask: Mask) -> bool:
+        return self.hook_attn_scores.defer(
+            partial(self._scores, mask=mask), q, k
+        ) and self.hook_pattern.defer(partial(self._fast_pattern, mask=mask), q, k)
 
     def _explicit(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
     ) -> Float[Tensor, "batch head pos d_head"] | None:
         """Scores, softmax, pattern @ v; None when they were only shown and the fast operation counts."""
-        per_kv = self.cfg.heads_per_kv
-        scores = torch.matmul(q, repeat_heads(k, per_kv).transpose(2, 3))
-        if (additive := mask.additive(scores)) is not None:
-            scores.add_(additive)
-        scores, by_scores = self.hook_attn_scores.watch(scores)
+        scores, by_scores = self.hook_attn_scores.watch(self._scores(q, k, mask))
         if by_scores:  # a scaled mask is -inf, and a query that sees no key would be NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-        pattern = softmax(scores)
-        if not self.eager and (blind := mask.blind()) is not None:
-            pattern = pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
-        pattern, by_pattern = self.hook_pattern.watch(pattern)
+        pattern, by_pattern = self.hook_pattern.watch(self._pattern(scores, mask))
         if not (self.eager or by_scores or by_pattern):
             return None
-        return torch.matmul(pattern, repeat_heads(v, per_kv))
+        return torch.matmul(pattern, repeat_heads(_heads_first(v), self.cfg.heads_per_kv))
+
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask) -> Float[Tensor, "batch head pos kv_pos"]:
+        """Masked scores."""
+        keys = repeat_heads(_heads_first(k), self.cfg.heads_per_kv)
+        scores = torch.matmul(q.transpose(1, 2), keys.transpose(2, 3))
+        additive = mask.additive(scores)
+        return scores if additive is None else scores.add_(additive)
+
+    def _pattern(self, scores: Tensor, mask: Mask) -> Float[Tensor, "batch head pos kv_pos"]:
+        pattern = softmax(scores)
+        if not self.eager and (blind := mask.blind()) is not None:
+            return pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
+        return pattern
+
+    def _fast_pattern(
+        self, q: Tensor, k: Tensor, mask: Mask
+    ) -> Float[Tensor, "batch head pos kv_pos"]:
+        return self._pattern(self._scores(q, k, mask), mask)
 
     def _project(
         self, z: Float[Tensor, "batch pos head d_head"]
@@ -288,6 +306,10 @@ class Attention(nn.Module):
 # -- MLP and block ------------------------------------------------------------------------------------
 
 
+def gelu(x: Float[Tensor, "*axes d_mlp"]) -> Float[Tensor, "*axes d_mlp"]:
+    return F.gelu(x, approximate="tanh")
+
+
 class MLP(nn.Module):
     """`w_out(gelu(w_gate x) * w_in x)`, with the tanh GELU."""
 
@@ -300,8 +322,8 @@ class MLP(nn.Module):
         self.hook_post, self.hook_out = HookPoint(), HookPoint()
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        act = self.hook_act(F.gelu(self.hook_pre(F.linear(x, self.w_gate)), approximate="tanh"))
-        post = self.hook_post(act * self.hook_pre_linear(F.linear(x, self.w_in)))
+        act = self.hook_act.of(gelu, self.hook_pre(F.linear(x, self.w_gate)))
+        post = self.hook_post.of(torch.mul, act, self.hook_pre_linear(F.linear(x, self.w_in)))
         return self.hook_out(F.linear(post, self.w_out))
 
     @property
@@ -352,24 +374,27 @@ class Block(nn.Module):
         attn_out = self.hook_attn_out(
             self.ln1_post(self.attn(self.ln1(resid_pre), rotary, mask, lent))
         )
-        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
+        resid_mid = self.hook_resid_mid.of(torch.add, resid_pre, attn_out)
         # 2. so does the MLP
         mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid))))
-        resid_sum = self.hook_resid_sum(resid_mid + mlp_out)
+        resid_sum = self.hook_resid_sum.of(torch.add, resid_mid, mlp_out)
         # 3. the whole stream is scaled, skip path included
         return self.hook_resid_post(resid_sum * self.layer_scalar)
 
 
 def softcap(
-    raw: Float[Tensor, "*axes d_vocab"], cap: float | None
+    raw: Float[Tensor, "*axes d_vocab"], cap: float | None, own: bool = False
 ) -> Float[Tensor, "*axes d_vocab"]:
-    """`cap * tanh(raw / cap)`, in the logits' own dtype."""
+    """`cap * tanh(raw / cap)`, in the logits' own dtype.
+
+    These are the largest tensors of a run: where `raw` is the caller's own it is overwritten, else one fresh one is
+    enough. Autograd needs them all.
+    """
     if cap is None:
         return raw
-    squashed = torch.tanh_(
-        raw / cap
-    )  # these are the largest tensors of a run: one fresh one is enough
-    return squashed * cap if squashed.requires_grad else squashed.mul_(cap)
+    if raw.requires_grad:
+        return torch.tanh(raw / cap) * cap
+    return (raw.div_(cap) if own else raw / cap).tanh_().mul_(cap)
 
 
 # -- the network --------------------------------------------------------------------------------------
@@ -523,9 +548,14 @@ class Gemma4(HookedRootModule):
     def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
         """The head and its softcap, in the logits' own dtype."""
         raw = self.hook_logits_raw(F.linear(x, self.unembedding))
-        logits = self.hook_logits(softcap(raw, self.cfg.output_logits_soft_cap))
-        # The caller may change what is returned; a listener may have kept it.
-        return logits.clone() if self.hook_logits.live or self.hook_logits_raw.live else logits
+        cap = partial(softcap, cap=self.cfg.output_logits_soft_cap)
+        # The caller may change what is returned, and a listener may have kept it: whoever needs it now gets another.
+        if not self.hook_logits.defer(cap, raw):
+            return self.hook_logits(cap(raw)).clone()
+        if self.hook_logits_raw.live:
+            logits = cap(raw)
+            return logits.clone() if logits is raw else logits
+        return cap(raw, own=True)
 
     # -- from inputs to the first stream ----------------------------------------------------------------
 

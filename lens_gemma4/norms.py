@@ -38,25 +38,31 @@ class RMSNorm(nn.Module):
 
     def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """The norm without hook points."""
-        wide_x = wide(x)
-        normalized = wide_x * wide_x.pow(2).mean(-1, keepdim=True).add_(self.eps).pow_(-0.5)
+        normalized = self._normalized(x)
         if self.weight is not None:
             normalized.mul_(self.weight.to(normalized.dtype))
         return normalized.to(x.dtype)
 
     def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """Everything before `hook_out`."""
-        if not (self.hook_scale.live or self.hook_normalized.live):
+        if self.hook_scale.defer(self._scale, x) and self.hook_normalized.defer(
+            self._normalized, x
+        ):
             return self.plain(x)
-        wide_x = wide(x)
-        mean_square = wide_x.pow(2).mean(-1, keepdim=True) + self.eps
-        scale, explicit = self.hook_scale.watch(mean_square.sqrt())
-        normalized = self.hook_normalized(
-            wide_x / scale if explicit else wide_x * mean_square.pow(-0.5)
-        )
+        scale, explicit = self.hook_scale.watch(self._scale(x))
+        normalized = self.hook_normalized(wide(x) / scale if explicit else self._normalized(x))
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
         return normalized.to(x.dtype)
+
+    def _mean_square(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes 1"]:
+        return wide(x).pow(2).mean(-1, keepdim=True).add_(self.eps)
+
+    def _scale(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes 1"]:
+        return self._mean_square(x).sqrt()
+
+    def _normalized(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+        return wide(x) * self._mean_square(x).pow_(-0.5)
 
 
 class LayerNorm(nn.Module):

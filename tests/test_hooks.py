@@ -858,13 +858,13 @@ def test_a_snapshot_is_not_changed_by_what_the_caller_does_afterwards():
     model, inputs = build("no softcap, untied"), text_inputs()
     ids = inputs["input_ids"].clone()
     logits, kept = model.run_and_store(input_ids=ids)
-    before = {name: value.clone() for name, value in kept.items()}
+    before = dict(model.run_and_store(input_ids=ids.clone())[1].items())
     ids.zero_()
     logits.zero_()
     stream = model(**inputs, stop_at_layer=1)
     out, above = model.run_and_store(resid=stream, start_at_layer=1, stop_at_layer=3)
-    kept |= {f"above {name}": value for name, value in above.items()}
-    before |= {f"above {name}": value.clone() for name, value in above.items()}
+    _, above_before = model.run_and_store(resid=stream.clone(), start_at_layer=1, stop_at_layer=3)
+    before |= {f"above {name}": value for name, value in above_before.items()}
     stream.zero_()
     out.zero_()
     _, embedded = model.run_and_store(
@@ -873,7 +873,9 @@ def test_a_snapshot_is_not_changed_by_what_the_caller_does_afterwards():
     assert embeds.abs().max() > 0
     embeds.zero_()
     assert embedded["hook_embed"].abs().max() > 0
-    for name, value in kept.items():
+    after = dict(kept.items()) | {f"above {name}": value for name, value in above.items()}
+    assert set(after) == set(before)
+    for name, value in after.items():
         assert torch.equal(value, before[name]), name
 
 

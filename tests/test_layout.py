@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
     "names": {"config", "errors"},
-    "hooks": {"errors"},
+    "kept": set(),
+    "hooks": {"kept", "errors"},
     "masks": {"config"},
     "norms": {"hooks"},
     "media": {"config", "hooks", "norms", "errors"},
@@ -37,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"config", "model", "loading", "errors"},
     "attribution": {"names", "config", "errors"},
     "utils": {"names", "errors"},
-    "cache": {"names", "config", "attribution", "utils", "errors"},
+    "cache": {"names", "config", "kept", "attribution", "utils", "errors"},
     "factored": {"errors"},
     "generate": {"model", "errors"},
     "hooked_model": {
@@ -65,6 +66,7 @@ ENTRANCES = {"__init__", "__main__", "demo"}
 NO_TRANSFORMERS = (
     "config",
     "names",
+    "kept",
     "hooks",
     "masks",
     "norms",

@@ -1,0 +1,239 @@
+"""What is kept without being made is, when it is read, what the run had; and nothing can change it unseen."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from small import KINDS, build, inputs_for, padded_inputs, text_inputs
+
+from lens_gemma4 import HookedModel
+from lens_gemma4.kept import Deferred, Kept, Store
+
+ACT, PRE = "blocks.1.mlp.hook_act", "blocks.1.mlp.hook_pre"
+
+
+def deferred(kept: Kept) -> set[str]:
+    return {name for name, entry in kept._entries.items() if isinstance(entry, Deferred)}
+
+
+def kinds(names: set[str]) -> set[str]:
+    return {re.sub(r"\.\d+\.", ".i.", name) for name in names}
+
+
+def what_hooks_see(model, inputs):
+    """Every value as a user's own hook is shown it, one that nothing is deferred for."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(value, hook):
+        seen[hook.name] = value
+
+    names = [name for name in model.hook_dict if not model.uncached(name)]
+    model.run_with_hooks(**inputs, fwd_hooks=[(names.__contains__, look)])
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_made_when_it_is_read_is_the_runs_to_the_bit(kind, dtype):
+    model, inputs = build(kind, dtype=dtype), inputs_for(kind, dtype)
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    assert set(kept) == set(seen)
+    waiting = deferred(kept)
+    assert kinds(waiting) >= {
+        *("blocks.i.attn.hook_pattern", "blocks.i.attn.hook_attn_scores", "blocks.i.mlp.hook_post"),
+        *("blocks.i.hook_resid_mid", "blocks.i.ln2.hook_normalized", "blocks.i.ln2.hook_scale"),
+        *(
+            "blocks.i.attn.hook_rot_q",
+            "blocks.i.hook_resid_sum",
+            "ln_final.hook_scale",
+            ACT.replace("1", "i", 1),
+        ),
+    }
+    for name in reversed(list(kept)):  # from the end: what others follow from is made on the way
+        assert torch.equal(kept[name], seen[name]), name
+        assert kept[name].stride() == seen[name].stride(), name
+        assert kept[name] is kept[name]
+    assert not deferred(kept)
+    # the control: one bit of an input is seen by every value that follows from it
+    _, other = model.run_and_store(**inputs)
+    for name in sorted(waiting):
+        source = other._entries[name].inputs[0]
+        if not isinstance(other._entries[source], Deferred):
+            moved = other._entries[source] + 0.5
+            other.keep(source, moved)
+            assert not torch.equal(other[name], seen[name]), name
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_patterns_of_padded_rows(side, attn_implementation):
+    model, inputs = build("text"), padded_inputs(side)
+    model.set_attn_implementation(attn_implementation)
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    assert ("blocks.0.attn.hook_pattern" in deferred(kept)) == (attn_implementation == "sdpa")
+    for name, value in kept.items():
+        assert torch.equal(value, seen[name]), name
+
+
+def test_nothing_is_held_that_is_not_kept_anyway():
+    """A filter that leaves the inputs out gets values: holding the inputs would cost more than was asked for."""
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    for name in (
+        "hook_pattern",
+        "hook_normalized",
+        "hook_act",
+        "hook_post",
+        "hook_logits",
+        "hook_resid_mid",
+    ):
+        _, kept = model.run_and_store(**inputs, names_filter=f"*{name}")
+        assert kept and not deferred(kept), name
+        assert all(torch.equal(kept[n], seen[n]) for n in kept)
+    _, kept = model.run_and_store(**inputs, names_filter=[ACT, PRE])
+    assert deferred(kept) == {ACT}
+
+
+def test_an_edit_on_the_way_is_in_what_follows():
+    model, inputs = build("text"), text_inputs()
+    for edited, reader in (
+        (PRE, ACT),
+        (ACT, "blocks.1.mlp.hook_post"),
+        ("blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_pattern"),
+    ):
+        with model.hooks(fwd_hooks=[(edited, lambda value, hook: value + 1)]):
+            seen = what_hooks_see(model, inputs)
+            _, kept = model.run_and_store(**inputs)
+        assert torch.equal(kept[reader], seen[reader])
+        assert not torch.equal(kept[reader], what_hooks_see(model, inputs)[reader])
+
+
+def test_who_else_listens_gets_the_value():
+    model, inputs, seen = build("text"), text_inputs(), []
+    with model.hooks(fwd_hooks=[(ACT, lambda value, hook: seen.append(value))]):
+        _, kept = model.run_and_store(**inputs)
+    assert ACT not in deferred(kept) and torch.equal(seen[0], kept[ACT])
+    model.requires_grad_(True)
+    _, kept = model.run_and_store(**inputs, incl_bwd=False)
+    assert not any(value.requires_grad for value in kept.values())
+
+
+def test_weights_that_change_after_the_run_change_nothing():
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    with torch.no_grad():
+        for _, weight in model.named_weights():
+            weight.zero_()
+    for name, value in kept.items():
+        assert torch.equal(value, seen[name]), name
+
+
+def test_a_write_into_what_it_follows_from_is_an_error_and_no_wrong_value():
+    model, inputs = build("text"), text_inputs()
+    _, kept = model.run_and_store(**inputs)
+    early = kept["blocks.0.mlp.hook_act"]
+    kept[PRE].mul_(2)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(ACT)}.*{re.escape(PRE)}.*written into"):
+        kept[ACT]
+    kept["blocks.0.mlp.hook_pre"].mul_(2)
+    assert kept["blocks.0.mlp.hook_act"] is early  # it was made before
+    # made values are no exception: the post follows from the act
+    kept["blocks.2.mlp.hook_act"].mul_(2)
+    with pytest.raises(RuntimeError, match="written into"):
+        kept["blocks.2.mlp.hook_post"]
+
+
+def test_replacing_or_removing_a_value_first_makes_what_follows_from_it():
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    kept[PRE] = torch.zeros_like(kept[PRE])
+    del kept["blocks.0.mlp.hook_pre"], kept["blocks.0.mlp.hook_act"]
+    for name in (ACT, "blocks.0.mlp.hook_post", "blocks.1.mlp.hook_post"):
+        assert torch.equal(kept[name], seen[name]), name
+    assert kept[PRE].eq(0).all() and "blocks.0.mlp.hook_pre" not in kept
+
+
+def test_inference_mode():
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    with torch.inference_mode():  # its tensors do not tell when they are written into
+        _, inside = model.run_and_store(**inputs)
+        assert not deferred(inside)
+    _, outside = model.run_and_store(**inputs)
+    with torch.inference_mode():
+        for name in seen:
+            assert torch.equal(outside[name], seen[name]) and torch.equal(inside[name], seen[name])
+    assert not outside[ACT].is_inference()
+    outside[ACT].requires_grad_(True)
+
+
+def test_autocast_defers_nothing():
+    model, inputs = build("text"), text_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = what_hooks_see(model, inputs)
+        _, kept = model.run_and_store(**inputs)
+    assert not deferred(kept)
+    assert all(torch.equal(kept[name], seen[name]) for name in kept)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, copy.copy, lambda kept: pickle.loads(pickle.dumps(kept))]
+)
+def test_copies_and_files_hold_values_alone(again):
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    other = again(model.run_and_store(**inputs)[1])
+    assert not deferred(other)
+    assert all(torch.equal(other[name], seen[name]) for name in seen)
+
+
+def test_without_the_batch_axis():
+    model = build("wrapper")
+    inputs = inputs_for("wrapper")
+    inputs = {name: value for name, value in inputs.items() if name in ("input_ids",)}
+    ids = text_inputs(batch=1)["input_ids"]
+    seen = what_hooks_see(model, {"input_ids": ids})
+    _, kept = model.run_and_store(input_ids=ids, remove_batch_dim=True)
+    assert deferred(kept)
+    for name, value in kept.items():
+        assert torch.equal(value, seen[name][0]), name
+
+
+def test_slices_and_other_devices_are_made_at_once():
+    model, inputs = build("text"), text_inputs()
+    assert not deferred(model.run_and_store(**inputs, device="cpu")[1])
+    assert not deferred(model.run_and_store(**inputs, pos_slice=lambda value, axes: value)[1])
+
+
+def test_a_tensor_that_is_gone_is_not_mistaken_for_one_with_its_number():
+    store = Store(Kept())
+    value = torch.zeros(2)
+    store.save("first", "batch", value)
+    assert store._name(value) == "first"
+    number, other = id(value), torch.ones(2)
+    store._names[id(other)] = store._names[number]
+    assert store._name(other) is None
+
+
+def test_a_cache_reads_and_counts_without_making_everything():
+    model = HookedModel.from_pretrained("tiny")
+    _, cache = model.run_with_cache("The capital of France is")
+    waiting = deferred(cache.cache_dict)
+    assert len(waiting) > len(cache) / 3
+    assert "MB" in repr(cache) and list(cache.keys()) and "pattern" not in waiting
+    assert deferred(cache.cache_dict) == waiting
+    before = float(repr(cache).split(" MB")[0].split()[-1])
+    assert cache["pattern", 0] is cache["blocks.0.attn.hook_pattern"]
+    assert float(repr(cache).split(" MB")[0].split()[-1]) >= before
+    plain = model.run_with_cache("The capital of France is", return_cache_object=False)[1]
+    assert type(plain) is dict and torch.equal(
+        plain["blocks.0.attn.hook_pattern"], cache["pattern", 0]
+    )
