@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4.config import HookedConfig
 
 # What `direct_logit_attribution` reads: pass it to `run_with_cache` as names_filter.
 NEEDED = (
@@ -166,19 +164,3 @@ def direct_logit_attribution(
     if total is None:
         total = (values["ln_final.hook_out"].to(wide) * direction).sum(-1)
     return LogitParts(start, torch.stack(heads), torch.stack(mlps), total.to(wide))
-
-
-def logit_lens(
-    stream: Float[Tensor, "*axes d_model"], weights: Mapping[str, Any], cfg: HookedConfig
-) -> Float[Tensor, "*axes d_vocab"]:
-    """What the head would say of a stream point: final norm (recomputed), head, softcap.
-
-    At the last block these are the logits. Dividing by the last stream's scale instead would judge early blocks by
-    a length that is not theirs: for parts that must add up, that is `through_norm`.
-    """
-    wide_stream = stream.to(widest(stream.dtype))
-    scale = wide_stream.pow(2).mean(-1, keepdim=True).add(cfg.eps).pow(-0.5)
-    read = (wide_stream * scale * weights["ln_final"].to(wide_stream.dtype)).to(stream.dtype)
-    raw = F.linear(read, weights["W_U"].T)
-    cap = cfg.output_logits_soft_cap
-    return raw if cap is None else torch.tanh(raw / cap) * cap

@@ -181,7 +181,7 @@ def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Sect
         )
     }
     for place, stream in tqdm(streams.items(), desc="logit lens", disable=None):
-        logits = attribution.logit_lens(stream, cache.weights, model.cfg)[0, -1].float()
+        logits = model.project_on_vocab(stream)[0, -1].float()
         probs, first = logits.softmax(-1), int(logits.argmax())
         row = (
             place,

@@ -9,7 +9,6 @@ from lens_gemma4.attribution import (
     NEEDED,
     direct_logit_attribution,
     head_contributions,
-    logit_lens,
     residual_gain,
     through_norm,
 )
@@ -212,37 +211,6 @@ def test_parts_of_a_bfloat16_run_are_float32_and_miss_by_its_rounding():
     parts = direct_logit_attribution(cache, cache.weights, model.W_U[:, TOKEN], total=raw)
     assert parts.heads.dtype == parts.total.dtype == torch.float32
     assert 0 < parts.remainder.abs().max() < 0.2
-
-
-# -- the logit lens -----------------------------------------------------------------------------------
-
-
-def test_the_lens_at_the_last_block_is_the_logits_to_the_bit(run):
-    model, cache = run
-    logits = logit_lens(cache["resid_post", -1], cache.weights, model.cfg)
-    assert torch.equal(logits, cache["hook_logits"])
-    if model.cfg.output_logits_soft_cap is not None:
-        assert not torch.equal(logits, cache["hook_logits_raw"])
-
-
-def test_the_lens_recomputes_the_norm(run):
-    model, cache = run
-    stream = cache["resid_post", 0]
-    lens = logit_lens(stream, cache.weights, model.cfg)
-    assert torch.equal(lens, model.project_on_vocab(stream))
-    with_the_last_scale = (
-        through_norm(stream, cache["ln_final.hook_scale"], model.ln_final.weight) @ model.W_U
-    )
-    assert relative(with_the_last_scale, lens) > OFF
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_lens_keeps_the_models_dtype(dtype):
-    model = HookedModel(HookedConfig.from_hf(KINDS["text"]))
-    randomise(model, seed=3)
-    model.to(dtype)
-    logits, cache = model.run_with_cache(IDS)
-    assert torch.equal(logit_lens(cache["resid_post", -1], cache.weights, model.cfg), logits)
 
 
 def _scalars(cache):
