@@ -2,8 +2,10 @@
 
 from lens_gemma4 import utils
 from lens_gemma4.cache import ActivationCache
+from lens_gemma4.circuits import SVDInterpreter
 from lens_gemma4.config import ConfigError, HookedConfig
 from lens_gemma4.errors import HookNameError, HookShapeError, Unavailable
+from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 from lens_gemma4.loading import CheckpointError
@@ -14,12 +16,14 @@ __all__ = [
     "ActivationCache",
     "CheckpointError",
     "ConfigError",
+    "FactoredMatrix",
     "HookNameError",
     "HookPoint",
     "HookShapeError",
     "HookedConfig",
     "HookedModel",
     "HookedRootModule",
+    "SVDInterpreter",
     "Unavailable",
     "utils",
 ]

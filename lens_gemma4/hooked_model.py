@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import loading, names
+from lens_gemma4 import circuits, loading, names
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
+from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.masks import ImageMask
@@ -535,6 +536,41 @@ class HookedModel(TextInputs, Gemma4):
     @property
     def W_out(self) -> list[Tensor]:
         return [block.mlp.W_out for block in self.blocks]
+
+    # -- circuits ---------------------------------------------------------------------------------------
+
+    def QK(
+        self,
+        layer: int,
+        head: int | None = None,
+        *,
+        offset: int | None = None,
+        scales: circuits.Scales = 1.0,
+    ) -> FactoredMatrix:
+        """What a head looks for, gains and the rotary at `offset` folded in; see `circuits.qk`."""
+        return circuits.qk(self, layer, head, offset=offset, scales=scales)
+
+    def OV(
+        self, layer: int, head: int | None = None, *, scales: circuits.Scales = 1.0
+    ) -> FactoredMatrix:
+        """What a head moves, from a source's stream to what it adds; see `circuits.ov`."""
+        return circuits.ov(self, layer, head, scales=scales)
+
+    def QK_for_attn_layers(self) -> tuple[list[int], list[FactoredMatrix]]:
+        """Blocks, all of which attend, and each one's QK by head, in a list because head sizes differ."""
+        blocks = list(range(self.cfg.n_layers))
+        return blocks, [self.QK(layer) for layer in blocks]
+
+    def OV_for_attn_layers(self) -> tuple[list[int], list[FactoredMatrix]]:
+        """Blocks, all of which attend, and each one's OV by head."""
+        blocks = list(range(self.cfg.n_layers))
+        return blocks, [self.OV(layer) for layer in blocks]
+
+    def all_composition_scores(
+        self, mode: circuits.Mode, *, offset: int | None = None
+    ) -> Float[Tensor, "earlier head later later_head"]:
+        """How much each later head's "Q", "K" or "V" reads of what each earlier one writes; see `circuits`."""
+        return circuits.all_composition_scores(self, mode, offset=offset)
 
     def accumulated_bias(
         self, layer: int = -1, mlp_input: bool = False, include_mlp_biases: bool = True

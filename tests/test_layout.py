@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"names", "errors"},
     "cache": {"names", "config", "kept", "attribution", "utils", "errors"},
     "factored": {"errors"},
+    "circuits": {"config", "norms", "model", "cache", "factored", "errors"},
     "generate": {"model", "errors"},
     "hooked_model": {
         *(
@@ -53,8 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
             "attribution",
             "cache",
         ),
-        *("utils", "factored", "generate", "errors"),
+        *("utils", "factored", "circuits", "generate", "errors"),
     },
+    "heads": {"hooks", "cache", "hooked_model", "errors"},
+    "evals": {"utils", "hooked_model", "heads", "errors"},
     "interventions": {"names", "hooks", "errors"},
     "sweep": {"hooked_model", "interventions", "errors"},
     "parallel": {"model", "sweep", "errors"},

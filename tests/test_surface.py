@@ -46,6 +46,11 @@ MODEL = {
     "tokens_to_residual_directions": ["tokens"],
     "accumulated_bias": ["layer", "mlp_input", "include_mlp_biases"],
     "all_head_labels": [],
+    "QK": [],
+    "OV": [],
+    "QK_for_attn_layers": [],
+    "OV_for_attn_layers": [],
+    "all_composition_scores": ["mode"],
     "set_use_attn_result": ["use_attn_result"],
     "set_use_split_qkv_input": ["use_split_qkv_input"],
     "set_use_attn_in": ["use_attn_in"],
@@ -94,11 +99,6 @@ ABSENT = [
     "generate_stream",
     "hf_generate",
     "prepare_multimodal_inputs",
-    "QK",
-    "OV",
-    "all_composition_scores",
-    "QK_for_attn_layers",
-    "OV_for_attn_layers",
 ]
 
 
