@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import circuits, loading, names
+from lens_gemma4 import circuits, lenses, loading, names
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
@@ -22,7 +22,7 @@ from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.masks import ImageMask
-from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4, softcap
+from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4
 from lens_gemma4.utils import Slice, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None
@@ -439,9 +439,10 @@ class HookedModel(TextInputs, Gemma4):
     def project_on_vocab(
         self, stream: Float[Tensor, "*axes d_model"]
     ) -> Float[Tensor, "*axes d_vocab"]:
-        """The logit lens: final norm (recomputed), head and softcap. No hook fires."""
-        raw = torch.nn.functional.linear(self.ln_final.plain(stream), self.unembedding)
-        return softcap(raw, self.cfg.output_logits_soft_cap)
+        """Logits of any stream: final norm (recomputed), head and softcap. No hook fires."""
+        return lenses.project(self, stream)
+
+    logit_lens = lenses.logit_lens
 
     def topk_tokens(self, stream: Float[Tensor, "*axes d_model"], k: int = 5) -> list[Any]:
         """The k likeliest tokens of a stream vector as strings, nested like the stream's axes."""

@@ -15,6 +15,7 @@ DIVERGING = "RdBu"  # red below zero, blue above; told apart by colour-blind eye
 BLUE, RED = "#2166ac", "#b2182b"
 SIDE = 640  # pixels a heatmap may be wide before its columns narrow
 CELL = 34
+WRITTEN_CELL = 72  # pixels of a column in whose cells a word stands
 MARGIN = 90
 
 
@@ -46,6 +47,7 @@ def heatmap(
     column_title: str = "",
     unit: str = "",
     centred: bool = True,
+    cells: Sequence[Sequence[str]] | None = None,
 ) -> Any:
     """A heatmap, first row at the top, as a plotly figure.
 
@@ -55,8 +57,9 @@ def heatmap(
         row_title, column_title: what the axes are.
         unit: of the values, beside the colours.
         centred: colours diverge from zero; else they run from the lowest to the highest value.
+        cells: what is written in each cell, and shown with its value; any text.
     Raises:
-        ValueError: the labels do not fit the values.
+        ValueError: the labels or the cells do not fit the values.
 
     >>> heatmap([[1.0, -1.0]], ["block 0"], ["head 0", "head 1"]).data[0].type
     'heatmap'
@@ -68,12 +71,18 @@ def heatmap(
         raise ValueError(
             f"values are {shape}, labels name {len(rows)} rows and {len(columns)} columns"
         )
+    if cells is not None and [len(row) for row in cells] != [len(row) for row in grid]:
+        raise ValueError(f"cells is not [{len(rows)} {len(columns)}], as the values are")
     colours = {"colorscale": DIVERGING, "zmid": 0} if centred else {"colorscale": "Blues"}
     trace = go.Heatmap(
         z=grid,
         customdata=[
-            [_safe(f"{row_title} {row}, {column_title} {column}") for column in columns]
-            for row in rows
+            [
+                _safe(f"{row_title} {row}, {column_title} {column}")
+                + ("" if cells is None else f": {_safe(cells[i][j])}")
+                for j, column in enumerate(columns)
+            ]
+            for i, row in enumerate(rows)
         ],
         hovertemplate="%{customdata}: %{z:.4f}<extra></extra>",
         colorbar={"title": {"text": _safe(unit)}},
@@ -81,10 +90,14 @@ def heatmap(
         ygap=1,
         **colours,
     )
+    cell = CELL
+    if cells is not None:
+        trace.update(text=[[_safe(text) for text in row] for row in cells], texttemplate="%{text}")
+        cell = WRITTEN_CELL
     figure = go.Figure(trace)
     figure.update_xaxes(**_ticks(columns, column_title))
     figure.update_yaxes(**_ticks(rows, row_title), autorange="reversed")
-    width = min(SIDE, CELL * len(columns)) + 2 * MARGIN
+    width = min(SIDE, cell * len(columns)) + 2 * MARGIN
     return _laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
 
 

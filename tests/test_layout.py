@@ -36,12 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading": {"config", "names", "model", "errors"},
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
     "inputs": {"config", "model", "loading", "errors"},
+    "plots": set(),
     "attribution": {"names", "config", "errors"},
     "utils": {"names", "errors"},
     "cache": {"names", "config", "kept", "attribution", "utils", "errors"},
     "factored": {"errors"},
     "circuits": {"config", "norms", "model", "cache", "factored", "errors"},
     "generate": {"model", "errors"},
+    "lenses": {"config", "model", "attribution", "cache", "utils", "plots"},
     "hooked_model": {
         *(
             "config",
@@ -54,14 +56,13 @@ MAY_IMPORT: dict[str, set[str]] = {
             "attribution",
             "cache",
         ),
-        *("utils", "factored", "circuits", "generate", "errors"),
+        *("utils", "factored", "circuits", "lenses", "generate", "errors"),
     },
     "heads": {"hooks", "cache", "hooked_model", "errors"},
     "evals": {"utils", "hooked_model", "heads", "errors"},
     "interventions": {"names", "hooks", "errors"},
     "sweep": {"hooked_model", "interventions", "errors"},
     "parallel": {"model", "sweep", "errors"},
-    "plots": set(),
     "check": {"config", "names", "loading", "hooked_model"},
 }
 # They see everything, and nothing of the package sees them.
