@@ -6,6 +6,7 @@ from lens_gemma4.circuits import SVDInterpreter
 from lens_gemma4.config import ConfigError, HookedConfig
 from lens_gemma4.errors import HookNameError, HookShapeError, Unavailable
 from lens_gemma4.factored import FactoredMatrix
+from lens_gemma4.heads import detect_head
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 from lens_gemma4.loading import CheckpointError
@@ -25,5 +26,6 @@ __all__ = [
     "HookedRootModule",
     "SVDInterpreter",
     "Unavailable",
+    "detect_head",
     "utils",
 ]

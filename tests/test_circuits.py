@@ -1,12 +1,13 @@
 """QK and OV against what runs really do, in float64: scores, what a head adds, and how heads compose."""
 
 import copy
+import doctest
 
 import pytest
 import torch
 from small import KINDS, S, randomise
 
-from lens_gemma4 import FactoredMatrix, HookedConfig, HookedModel, SVDInterpreter
+from lens_gemma4 import FactoredMatrix, HookedConfig, HookedModel, SVDInterpreter, circuits
 from lens_gemma4.circuits import composition_table, ov_scales, qk_scales
 
 EXACT = 1e-10
@@ -447,3 +448,8 @@ def test_the_shipped_model_composes_a_previous_token_head_with_the_heads_that_co
     """Block 1 looks one back and block 3 repeats what followed: its keys read what block 1 wrote."""
     best = composition_table(tiny_model.all_composition_scores("K"), top=5)
     assert set(best.earlier.str[:2]) == {"L1"} and set(best.later.str[:2]) == {"L3"}
+
+
+def test_the_examples_run():
+    ran = doctest.testmod(circuits, extraglobs={"torch": torch, "HookedModel": HookedModel})
+    assert ran.attempted and not ran.failed

@@ -1,9 +1,11 @@
 """Everything a FactoredMatrix says of itself, against the product written out, in float64."""
 
+import doctest
+
 import pytest
 import torch
 
-from lens_gemma4 import FactoredMatrix
+from lens_gemma4 import FactoredMatrix, HookedModel, factored
 from lens_gemma4.factored import composition_scores
 
 CLOSE = {"atol": 1e-10, "rtol": 1e-10}
@@ -280,3 +282,8 @@ def test_composition_side_by_side():
     )
     one = composition_scores(left[0], right[0])
     assert one.shape == () and 0 < one < 1
+
+
+def test_the_examples_run():
+    ran = doctest.testmod(factored, extraglobs={"torch": torch, "HookedModel": HookedModel})
+    assert ran.attempted and not ran.failed

@@ -4,8 +4,9 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
-from lens_gemma4 import HookedModel
+from lens_gemma4 import FactoredMatrix, HookedModel, SVDInterpreter, detect_head, evals
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 
 README = Path(__file__).parent.parent / "README.md"
@@ -82,7 +83,38 @@ ROOT = {
     "hooks": ["fwd_hooks"],
     "reset_hooks": [],
 }
+MATRIX = {
+    "svd": [],
+    "norm": [],
+    "make_even": [],
+    "get_corner": ["k"],
+    "collapse_l": [],
+    "collapse_r": [],
+    "unsqueeze": ["k"],
+}
+MATRIX_PROPERTIES = (
+    "A B AB BA T U S V Vh eigenvalues ndim shape pair ldim mdim rdim has_leading_dims".split()
+)
+EVALS = {
+    "sanity_check": ["model"],
+    "evaluate": ["model", "truncate", "batch_size", "tokenizer"],
+    "evaluate_on_dataset": ["model", "data_loader", "truncate"],
+    "induction_loss": ["model", "tokenizer", "batch_size", "subseq_len", "prepend_bos"],
+    "ioi_eval": ["model", "dataset", "batch_size", "num_samples", "tokenizer", "symmetric"],
+    "IOIDataset": [
+        *("tokenizer", "templates", "names", "nouns", "num_samples", "symmetric", "prepend_bos"),
+        "seed",
+    ],
+}
 # Not here; the README's table gives the reason of each.
+ABSENT_EVALS = [
+    "make_pile_data_loader",
+    "make_wiki_data_loader",
+    "make_owt_data_loader",
+    "make_code_data_loader",
+    "make_mmlu_data_loader",
+    "mmlu_eval",
+]
 ABSENT = [
     "boot_transformers",
     "from_pretrained_no_processing",
@@ -115,6 +147,22 @@ def test_the_method_exists_with_these_parameters(owner, name, parameters):
     assert set(parameters) <= set(have), f"{owner.__name__}.{name} takes {have}"
 
 
+def test_the_tools_beside_the_model_take_what_they_take_there():
+    for owner, table in ((FactoredMatrix, MATRIX), (evals, EVALS)):
+        for name, parameters in table.items():
+            have = list(inspect.signature(getattr(owner, name)).parameters)
+            assert set(parameters) <= set(have), f"{name} takes {have}"
+    matrix = FactoredMatrix(torch.ones(3, 2), torch.ones(2, 3))
+    assert all(hasattr(matrix, name) for name in MATRIX_PROPERTIES)
+    detect = list(inspect.signature(detect_head).parameters)
+    assert detect == [
+        *("model", "seq", "detection_pattern", "heads", "cache"),
+        *("exclude_bos", "exclude_current_token", "error_measure"),
+    ]
+    singular = list(inspect.signature(SVDInterpreter.get_singular_vectors).parameters)
+    assert singular[1:] == ["vector_type", "layer_index", "num_vectors", "head_index"]
+
+
 def test_run_with_cache_documents_what_it_adds_to_the_generic_one():
     assert "names_filter" in inspect.signature(HookedRootModule.run_and_store).parameters
 
@@ -132,9 +180,10 @@ def test_what_the_family_lacks_says_so(tiny_model, name):
         getattr(tiny_model, name)
 
 
-@pytest.mark.parametrize("name", ABSENT)
+@pytest.mark.parametrize("name", [*ABSENT, *ABSENT_EVALS])
 def test_an_absent_method_is_in_the_readme_with_its_reason(name):
     assert not hasattr(HookedModel, name), f"{name} exists now: move it to MODEL"
+    assert not hasattr(evals, name), f"{name} exists now: move it to EVALS"
     rows = [
         line
         for line in README.read_text().splitlines()
