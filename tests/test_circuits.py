@@ -2,9 +2,12 @@
 
 import copy
 import doctest
+import inspect
+import random
 
 import pytest
 import torch
+from fixtures import random_config
 from small import KINDS, S, randomise
 
 from lens_gemma4 import FactoredMatrix, HookedConfig, HookedModel, SVDInterpreter, circuits
@@ -248,6 +251,37 @@ def test_ov_does_not_hold_the_layer_scalar(run):
         torch.testing.assert_close(other.OV(layer).AB, model.OV(layer).AB)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_any_configuration(seed):
+    """Both identities over all heads, sources and pairs; half of them share keys and values."""
+    rng = random.Random(seed)
+    config = random_config(rng, wrapper=False)
+    while (config["num_kv_shared_layers"] == 0) != (seed % 2 == 0):
+        config = random_config(rng, wrapper=False)
+    model = HookedModel(HookedConfig.from_hf(config))
+    randomise(model, seed)
+    model.to(torch.float64)
+    _, cache = model.run_with_cache(IDS[:1])
+    for layer in range(model.cfg.n_layers):
+        x, y = cache["resid_pre", layer][0], cache["resid_pre", source_of(model, layer)][0]
+        scores = cache["attn_scores", layer][0]  # [head pos kv_pos]
+        scales = qk_scales(cache, layer)[0]
+        for offset in (-1, 0, 2):
+            A, B = model.QK(layer, offset=offset).pair
+            got = (x @ A) @ (B @ y.T) / scales
+            seen = (scores.diagonal(-offset, 1, 2) > -1e30).flatten()
+            want = scores.diagonal(-offset, 1, 2).flatten()[seen]
+            if len(want):  # a causal model sees nothing ahead
+                assert relative(got.diagonal(-offset, 1, 2).flatten()[seen], want) < EXACT
+                wrong = (x @ model.QK(layer).A) @ (B @ y.T) / scales
+                wrong = wrong.diagonal(-offset, 1, 2).flatten()[seen]
+                assert offset == 0 or relative(wrong, want) > 1e-4
+        weights = cache["pattern", layer][0] / ov_scales(cache, layer)[0]
+        A, B = model.OV(layer).pair
+        total = torch.einsum("hqk,kd,hdm,hme->qe", weights, y, A, B)
+        assert relative(total, cache["attn_out", layer][0]) < EXACT
+
+
 # -- both ---------------------------------------------------------------------------------------------
 
 
@@ -377,9 +411,11 @@ def test_composition_does_not_see_scales_but_sees_the_turn(run):
         assert turned == 0 if mode == "V" else turned > 1e-4
 
 
-def test_composition_of_another_mode_is_refused(run):
-    with pytest.raises(Exception, match="mode"):
-        run[0].all_composition_scores("X")
+def test_what_annotations_forbid_is_refused_without_them_too(run):
+    with pytest.raises(ValueError, match=r"mode is 'X'; use \"Q\", \"K\" or \"V\""):
+        inspect.unwrap(circuits.all_composition_scores)(run[0], "X")
+    with pytest.raises(ValueError, match="vector_type is 'w_e'; use \"OV\""):
+        inspect.unwrap(SVDInterpreter._directions)(SVDInterpreter(run[0]), "w_e", 0, None)
 
 
 def test_composition_as_a_table(run):

@@ -1,6 +1,7 @@
 """Detectors give what the patterns say, and on the shipped model what they find is what the answer hangs on."""
 
 import doctest
+import inspect
 import random
 
 import pytest
@@ -204,8 +205,8 @@ def test_errors_say_what_is_needed(model, cache, arguments, error, message):
 
 
 def test_an_unknown_measure_is_refused(model):
-    with pytest.raises(Exception, match="error_measure"):
-        detect_head(model, IDS, "previous_token_head", error_measure="square")
+    with pytest.raises(ValueError, match="error_measure is 'square'"):
+        inspect.unwrap(detect_head)(model, IDS, "previous_token_head", error_measure="square")
 
 
 # -- on the shipped model -----------------------------------------------------------------------------
