@@ -1,6 +1,7 @@
 """A TransformerLens-style HookedModel of Gemma 4 12B "unified", bit-identical to transformers."""
 
 from lens_gemma4 import utils
+from lens_gemma4.attribution import Attribution, Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.circuits import SVDInterpreter
 from lens_gemma4.config import ConfigError, HookedConfig
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCache",
+    "Attribution",
     "CheckpointError",
     "ConfigError",
     "FactoredMatrix",
@@ -25,6 +27,7 @@ __all__ = [
     "HookedModel",
     "HookedRootModule",
     "SVDInterpreter",
+    "Target",
     "Unavailable",
     "detect_head",
     "utils",

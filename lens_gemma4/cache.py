@@ -6,6 +6,7 @@ It holds tensors, the config and references to the few weights that attribution 
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import (
     Callable,
     ItemsView,
@@ -18,20 +19,20 @@ from collections.abc import (
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import attribution, names
+from lens_gemma4 import names
 from lens_gemma4.config import HookedConfig
 from lens_gemma4.errors import HookNameError
 from lens_gemma4.kept import Kept
+from lens_gemma4.stacks import Stacks
 from lens_gemma4.utils import Slice
 
 GRAD = "_grad"  # what `incl_bwd` adds to a value's name
 TOLD = 8  # kinds of values that an error lists
 
 
-class ActivationCache(Mapping[str, Any]):
+class ActivationCache(Stacks, Mapping[str, Any]):
     """A mapping from hook points to values, read under any spelling.
 
     `cache["blocks.3.hook_resid_post"]`, `cache["layers.3.layer_output"]` and `cache["resid_post", 3]` are the same
@@ -45,6 +46,7 @@ class ActivationCache(Mapping[str, Any]):
         weights: references, no copies: `layer_scalar`, `W_O`, `ln1`, `ln1_post`, `ln2` by block; `ln_final`, `W_U`.
         derived: values that no hook point holds, with a batch axis where `has_batch_dim`.
         has_batch_dim: whether values begin with a batch axis.
+        to_token: the model's `to_single_token`, for texts in place of ids; held weakly, and not by a copy.
 
     >>> from lens_gemma4 import HookedModel
     >>> _, cache = HookedModel.from_pretrained("tiny").run_with_cache("The capital of France is")
@@ -59,6 +61,7 @@ class ActivationCache(Mapping[str, Any]):
         weights: Mapping[str, Any] | None = None,
         derived: Mapping[str, Any] | None = None,
         has_batch_dim: bool = True,
+        to_token: Callable[[str], int] | None = None,
     ) -> None:
         self.cache_dict: MutableMapping[str, Tensor] = (
             values if isinstance(values, Kept) else dict(values)
@@ -67,6 +70,10 @@ class ActivationCache(Mapping[str, Any]):
         self.weights = dict(weights or {})
         self.derived = dict(derived or {})
         self.has_batch_dim = has_batch_dim
+        self._to_token = None if to_token is None else weakref.WeakMethod(to_token)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_to_token": None}
 
     # -- access -----------------------------------------------------------------------------------------
 
@@ -210,167 +217,15 @@ class ActivationCache(Mapping[str, Any]):
             name: chosen.apply(v) if isinstance(v, Tensor) else v
             for name, v in self.derived.items()
         }
-        return ActivationCache(
+        sliced = ActivationCache(
             values, self.cfg, self.weights, derived, has_batch_dim=chosen.mode != "int"
         )
+        sliced._to_token = self._to_token
+        return sliced
 
     def toggle_autodiff(self, mode: bool = False) -> None:
         """Switch autograd on or off for the whole process, as TransformerLens does."""
         torch.set_grad_enabled(mode)
-
-    # -- stacks -----------------------------------------------------------------------------------------
-
-    def _up_to(self, layer: int | None) -> int:
-        n_layers = self.cfg.n_layers
-        if layer is None or layer == -1:
-            return n_layers
-        if not 0 <= layer <= n_layers:
-            raise ValueError(
-                f"layer is {layer}; the stream can be taken at 0 to {n_layers} (-1 or None: after the last)"
-            )
-        return layer
-
-    def stack_activation(
-        self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
-    ) -> Float[Tensor, " layer *axes"]:
-        """One value of the first `layer` blocks (-1: all) in a stack.
-
-        Args:
-            activation_name: a short name: "resid_post", "pattern", "scale" with sublayer_type "ln1", ...
-        Raises:
-            ValueError: its shape differs between blocks, as everything by head of full and sliding blocks does.
-        """
-        end = self._up_to(layer)
-        if end == 0:
-            raise ValueError("layer is 0, and the first 0 blocks hold nothing to stack")
-        values = [self[activation_name, i, sublayer_type] for i in range(end)]
-        shapes = {tuple(value.shape): i for i, value in reversed(list(enumerate(values)))}
-        if len(shapes) > 1:
-            told = ", ".join(
-                f"{list(shape)} in block {i}"
-                for shape, i in sorted(shapes.items(), key=lambda item: item[1])
-            )
-            raise ValueError(
-                f"{activation_name!r} cannot be stacked, its shape differs between blocks: {told}. Read it block by "
-                f"block, cache[{activation_name!r}, i]."
-            )
-        return torch.stack(values)
-
-    def accumulated_resid(
-        self,
-        layer: int | None = None,
-        incl_mid: bool = False,
-        pos_slice: Any = None,
-        return_labels: bool = False,
-    ) -> (
-        Float[Tensor, "component *axes d_model"]
-        | tuple[Float[Tensor, "component *axes d_model"], list[str]]
-    ):
-        """The stream at each block's entry (and middle) up to `layer`, and last the stream there.
-
-        Args:
-            layer: where the last one is taken: entering that block, or (None, -1) after the last block.
-            incl_mid: also between attention and MLP.
-            pos_slice: positions: a `Slice` or what makes one; an int drops the axis.
-            return_labels: also "0_pre", "0_mid", ..., "final_post".
-        """
-        end = self._up_to(layer)
-        places = [
-            (word, i) for i in range(end) for word in ("pre", "mid") if word == "pre" or incl_mid
-        ]
-        labels = [f"{i}_{word}" for word, i in places]
-        streams = [self[f"resid_{word}", i] for word, i in places]
-        at_end = end == self.cfg.n_layers
-        streams.append(self["resid_post", -1] if at_end else self["resid_pre", end])
-        labels.append("final_post" if at_end else f"{end}_pre")
-        stack = torch.stack(list(map(_positions(pos_slice), streams)))
-        return (stack, labels) if return_labels else stack
-
-    def decompose_resid(
-        self,
-        layer: int | None = None,
-        mlp_input: bool = False,
-        mode: str = "all",
-        apply_ln: bool = False,
-        pos_slice: Any = None,
-        incl_embeds: bool = True,
-        return_labels: bool = False,
-    ) -> (
-        Float[Tensor, "component *axes d_model"]
-        | tuple[Float[Tensor, "component *axes d_model"], list[str]]
-    ):
-        """What block 0's input and each block's attention and MLP contribute to the stream at `layer`.
-
-        Each carries the product of the layer scalars that it passes on its way, so `.sum(0)` of everything is the
-        stream there, to rounding. Float32 at least.
-
-        Args:
-            layer: the stream entering that block, or (None, -1) the last stream.
-            mlp_input: take it between the block's attention and MLP instead.
-            mode: "all", or only "attn" or "mlp" (beside block 0's input).
-            apply_ln: show them as the norm that reads this stream passes them on, its scale held at the run's
-                (`apply_ln_to_stack`).
-            pos_slice: positions: a `Slice` or what makes one; an int drops the axis.
-            incl_embeds: begin with block 0's input, media rows included.
-            return_labels: also "0_pre", "0_attn_out", "0_mlp_out", ...
-
-        >>> from lens_gemma4 import HookedModel
-        >>> _, cache = HookedModel.from_pretrained("tiny").run_with_cache("The capital of France is")
-        >>> bool(torch.allclose(cache.decompose_resid().sum(0), cache["resid_post", -1], atol=1e-4))
-        True
-        """
-        if mode not in ("all", "attn", "mlp"):
-            raise ValueError(f"mode is {mode!r}; use 'all', 'attn' or 'mlp'")
-        end = self._up_to(layer)
-        if mlp_input and end == self.cfg.n_layers:
-            raise ValueError(
-                f"mlp_input needs the layer whose MLP reads the stream: 0 to {end - 1}"
-            )
-        gains = self._gains(end)
-        parts = [("0_pre", "resid_pre", 0, gains[0])] if incl_embeds else []
-        for i in range(end + mlp_input):
-            # The block at which the stream is taken has added its attention only, and its scalar comes later.
-            words = ("attn",) if i == end else ("attn", "mlp")
-            parts += [
-                (f"{i}_{w}_out", f"{w}_out", i, gains[i]) for w in words if mode in ("all", w)
-            ]
-        if not parts:
-            raise ValueError(
-                f"nothing is written before block {end} in mode {mode!r}, and incl_embeds is off"
-            )
-        keep = _positions(pos_slice)
-        weighted = [_widened(keep(self[word, i])) * gain for _, word, i, gain in parts]
-        stack = torch.stack(weighted)
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
-        return (stack, [part[0] for part in parts]) if return_labels else stack
-
-    def _gains(self, end: int) -> list[float]:
-        """What a vector written in each block is multiplied by until the stream enters block `end`, which comes last
-        with 1."""
-        scalars = self.weights["layer_scalar"][:end]
-        return [*(attribution.residual_gain(scalars).tolist() if end else []), 1.0]
-
-    def apply_ln_to_stack(
-        self,
-        residual_stack: Float[Tensor, "component *axes d_model"],
-        layer: int | None = None,
-        mlp_input: bool = False,
-        pos_slice: Any = None,
-    ) -> Float[Tensor, "component *axes d_model"]:
-        """Parts of the stream as the norm that reads it passes them on: over the run's scale, times the gain.
-
-        Args:
-            residual_stack: parts, already at the positions of `pos_slice`.
-            layer: the norm is block `layer`'s ln1 (ln2 with `mlp_input`), or (None, -1) the final norm.
-        """
-        end = self._up_to(layer)
-        if end == self.cfg.n_layers:
-            scale, gain = self["ln_final.hook_scale"], self.weights["ln_final"]
-        else:
-            norm = "ln2" if mlp_input else "ln1"
-            scale, gain = self["scale", end, norm], self.weights[norm][end]
-        return attribution.through_norm(residual_stack, _positions(pos_slice)(scale), gain)
 
 
 _WHY_UNDERIVED = {
@@ -384,13 +239,3 @@ _WHY_UNDERIVED = {
 def _is_batched(name: str) -> bool:
     row = names.row_of(name.removesuffix(GRAD))
     return row is None or row.axes.startswith("batch")
-
-
-def _positions(pos_slice: Any) -> Callable[[Tensor], Tensor]:
-    """Takes positions of a stream tensor `[... pos d]`."""
-    chosen = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
-    return lambda value: chosen.apply(value, dim=-2)
-
-
-def _widened(value: Tensor) -> Tensor:
-    return value.to(attribution.widest(value.dtype))

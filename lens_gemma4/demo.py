@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lens_gemma4 import attribution, plots
-from lens_gemma4.attribution import LogitParts
+from lens_gemma4.attribution import Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.plots import Section, Table
@@ -120,8 +120,11 @@ def ask(
     if chosen[0] is not None and chosen[0] == chosen[1]:
         raise ValueError(f"answer and versus are both {answer!r}: give two tokens to compare")
     tokens = model.to_tokens(prompt)
-    kept = [*attribution.NEEDED, "blocks.*.hook_resid_post", "hook_logits_raw", "hook_logits"]
-    _, cache = model.run_with_cache(tokens, names_filter=kept, pos_slice=[-1])
+    kept = {"blocks.*.hook_resid_post", "hook_logits_raw", "hook_logits"}
+    kept |= {
+        name for by in ("part", "head") for name in attribution.needed(by, model.cfg, model.dtype)
+    }
+    _, cache = model.run_with_cache(tokens, names_filter=sorted(kept), pos_slice=[-1])
     assert isinstance(cache, ActivationCache)
     likeliest = iter(i for i in cache["logits"][0, -1].topk(4).indices.tolist() if i not in chosen)
     answer_id, versus_id = (next(likeliest) if token is None else token for token in chosen)
@@ -209,24 +212,28 @@ def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Sect
 
 def written_by(model: HookedModel, question: Question, cache: ActivationCache) -> Section:
     """Direct logit attribution of the difference, with the remainder."""
-    parts, own = attribute(model, question, cache)
-    heads, mlps = parts.heads[..., 0, -1], parts.mlps[..., 0, -1]  # [layer head], [layer]
+    target = Target(question.answer, question.versus)
+    by_head = attribution.by_head(cache, target, positions=-1)
+    by_part = attribution.by_part(cache, target, positions=-1)
+    heads = by_head.values[..., 0, -1]  # [layer head]
+    mlps = by_part.values[2::2, 0, -1]  # [layer]: after the input, attentions and MLPs take turns
     sums = {
-        "input (embeddings)": parts.start[0, -1],
+        "input (embeddings)": by_head.others["0_pre"],
         "all heads": heads.sum(),
-        "all MLPs": mlps.sum(),
-        "sum of the parts": parts.sum()[0, -1],
-        "the model's own": own,
-        "remainder": parts.remainder[0, -1],
+        "all MLPs": by_head.others["mlps"],
+        **({"rounding": by_head.others["rounding"]} if "rounding" in by_head.others else {}),
+        "sum of the parts": by_head.sum(),
+        "the model's own": by_head.actual,
+        "remainder": by_head.remainder,
     }
     summary = Table({"part": list(sums), "contribution": [value.item() for value in sums.values()]})
     every = head_names(heads) | {f"MLP {i}": value for i, value in enumerate(mlps.tolist())}
     text = (
         f"What each part wrote along {question.difference}, in logits before the softcap. The post-norms and the final "
         "norm are held at this run's scales, and what a block wrote is counted times every layer_scalar it passed, so "
-        "the parts add up; the remainder is rounding."
+        "the parts add up; the remainder is rounding (below float32, the run's own rounding is a part of its own)."
     )
-    start = {"input": parts.start[0, -1].item()} | {
+    start = {"input": sums["input (embeddings)"].item()} | {
         f"MLP {i}": value for i, value in enumerate(mlps.tolist())
     }
     return Section(
@@ -240,26 +247,6 @@ def written_by(model: HookedModel, question: Question, cache: ActivationCache) -
         ],
         numbers=Table({"part": list(every), "contribution": list(every.values())}),
     )
-
-
-def attribute(
-    model: HookedModel, question: Question, cache: ActivationCache
-) -> tuple[LogitParts, Float[Tensor, ""]]:
-    """Parts of the pre-softcap logit difference at the kept positions, and the difference the model computed."""
-    direction = model.tokens_to_residual_directions(
-        torch.tensor([question.answer, question.versus])
-    )
-    direction = direction.to(
-        attribution.widest(direction.dtype)
-    )  # the difference is not rounded again
-    raw = cache["hook_logits_raw"]
-    total = raw[..., question.answer].to(direction.dtype) - raw[..., question.versus].to(
-        direction.dtype
-    )
-    parts = attribution.direct_logit_attribution(
-        cache, cache.weights, direction[0] - direction[1], total
-    )
-    return parts, total[0, -1]
 
 
 def ablations(model: HookedModel, question: Question) -> Section:

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import circuits, lenses, loading, names
+from lens_gemma4 import attribution, circuits, lenses, loading, names
+from lens_gemma4.attribution import Attribution
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
@@ -321,6 +322,7 @@ class HookedModel(TextInputs, Gemma4):
             self.attribution_weights(),
             derived,
             has_batch_dim=not remove_batch_dim,
+            to_token=self.to_single_token,
         )
 
     def _derived(
@@ -351,6 +353,58 @@ class HookedModel(TextInputs, Gemma4):
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in derived.items()
         }
+
+    def attribute(
+        self,
+        input: Any = None,
+        answer: Any = None,
+        versus: Any = None,
+        *,
+        by: str = "head",
+        of: str = "raw",
+        positions: Any = "last",
+        direction: Tensor | None = None,
+        layer: int | None = None,
+        **inputs: Any,
+    ) -> Attribution:
+        """Which part wrote this logit? One run that keeps what the question needs, and an exact sum.
+
+        Args:
+            input, inputs: what `forward` takes.
+            answer: the token asked about: a text that is one token (its leading space counts), an id, or ids by row.
+            versus: another, whose logit is subtracted.
+            by: "part", "head", "kv_head", "neuron", "source" (head and the position it read) or "token".
+            of: "raw" (the logit before the softcap, exact), "logit" or "logprob" (first order).
+            positions: at which it is asked: ints, a slice, None for all, or "last", each row's last real token.
+            direction, layer: in place of answer, a direction, of the final norm's output or of the stream entering `layer`.
+        Raises:
+            ValueError: no such question; a text of several tokens; a target that means nothing.
+
+        >>> model = HookedModel.from_pretrained("tiny")
+        >>> found = model.attribute("The capital of France is", " Paris", versus=" Rome")
+        >>> found.values.shape[:2] == (model.cfg.n_layers, model.cfg.n_heads)
+        True
+        >>> bool((found.sum() - found.actual).abs().max() < 1e-3)
+        True
+        """
+        if by not in attribution.BY:
+            raise ValueError(f"by is {by!r}; use one of {', '.join(map(repr, attribution.BY))}")
+        ids = [self.to_single_token(t) if isinstance(t, str) else t for t in (answer, versus)]
+        target = attribution.Target(ids[0], ids[1], direction=direction, layer=layer, of=of)
+        tensors = self.prepare(input, **inputs)
+        names = attribution.needed(by, self.cfg, self.dtype, target)
+        _, cache = self.run_with_cache(**tensors, names_filter=names, return_type=None)
+        assert isinstance(cache, ActivationCache)
+        found = attribution.BY[by](cache, target, positions)
+        return found.relabel(**self._token_labels(tensors.get("input_ids"), found))
+
+    def _token_labels(self, ids: Tensor | None, found: Attribution) -> dict[str, list[str]]:
+        """Names of positions of a single prompt: number and token."""
+        if ids is None or len(ids) != 1 or self.tokenizer is None:
+            return {}
+        words = [f"{i} {self.to_single_str_token(int(token))!r}" for i, token in enumerate(ids[0])]
+        named = {"pos": [words[int(i)] for i in found.labels["pos"] if i.isdigit()]}
+        return named | ({"source": words} if "source" in found.labels else {})
 
     def attribution_weights(self) -> dict[str, Any]:
         """References to the few weights that attributions need; no copies."""

@@ -7,7 +7,8 @@ import talking
 import torch
 
 from lens_gemma4 import HookedModel, attribution, demo, plots
-from lens_gemma4.demo import Question, ask, attribute
+from lens_gemma4.attribution import Target
+from lens_gemma4.demo import Question, ask
 
 PROMPT = "The capital of France is"
 EXACT = 1e-10
@@ -22,6 +23,10 @@ def folder(tmp_path_factory):
 def model(tmp_path_factory):
     """In float64, so that sums can be exact."""
     return HookedModel.from_pretrained(talking.make(tmp_path_factory.mktemp("wide"), torch.float64))
+
+
+def by_head(question, cache):
+    return attribution.by_head(cache, Target(question.answer, question.versus), positions=-1)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +115,9 @@ def test_the_lens_ends_at_the_models_own_answer(model, asked):
 
 def test_the_parts_add_up_to_the_models_own_difference(model, asked):
     question, cache = asked
-    parts, own = attribute(model, question, cache)
+    own = by_head(question, cache).actual
     assert own.item() == pytest.approx(raw_difference(model, question), rel=1e-12)
-    assert parts.remainder.abs().max() < EXACT * own.abs()
+    assert by_head(question, cache).remainder.abs().max() < EXACT * own.abs()
     section = demo.written_by(model, question, cache)
     told = dict(zip(column(section, "part"), column(section, "contribution"), strict=True))
     parts_told = told["input (embeddings)"] + told["all heads"] + told["all MLPs"]
@@ -135,8 +140,11 @@ def test_the_remainder_is_not_what_is_left_over(model, asked):
     honest = cache.weights["layer_scalar"]
     try:
         cache.weights["layer_scalar"] = [torch.ones_like(scalar) for scalar in honest]
-        parts, own = attribute(model, question, cache)
-        assert parts.remainder.abs().max() > 0.01 * own.abs()
+        found = by_head(question, cache)
+        assert found.remainder.abs().max() > 0.01 * found.actual.abs()
+        section = demo.written_by(model, question, cache)
+        told = dict(zip(column(section, "part"), column(section, "contribution"), strict=True))
+        assert told["remainder"] == pytest.approx(found.remainder.item())
     finally:
         cache.weights["layer_scalar"] = honest
 
@@ -162,7 +170,7 @@ def test_an_ablated_head_is_one_whose_output_weights_are_zero(model, asked):
 def test_ablation_is_not_direct_attribution(model, asked):
     question, cache = asked
     _, effects = demo.ablate_heads(model, question)
-    direct = attribute(model, question, cache)[0].heads[..., 0, -1]
+    direct = by_head(question, cache).values[..., 0, -1]
     assert (effects + direct).abs().max() > 0.01
 
 
@@ -249,8 +257,16 @@ def test_an_interrupted_write_leaves_the_old_page(monkeypatch, tmp_path):
 
 
 def test_what_is_read_is_what_attribution_needs(asked):
-    _, cache = asked
-    assert all(cache[name.replace("*", "0")].shape[1] == 1 for name in attribution.NEEDED)
+    model_names = [name for by in ("part", "head") for name in attribution.needed(by, asked[1].cfg)]
+    assert all(asked[1][name.replace("*", "0")].shape[1] == 1 for name in model_names)
+
+
+def test_the_rounding_of_a_low_precision_run_is_a_part_of_its_own(folder):
+    model = HookedModel.from_pretrained(folder, dtype=torch.bfloat16)
+    question, cache = ask(model, PROMPT, " Paris", " Rome")
+    section = demo.written_by(model, question, cache)
+    told = dict(zip(column(section, "part"), column(section, "contribution"), strict=True))
+    assert abs(told["remainder"]) < 1e-4 < abs(told["rounding"])
 
 
 def test_a_question_is_written_out(model):

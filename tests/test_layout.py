@@ -37,13 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
     "inputs": {"config", "model", "loading", "errors"},
     "plots": set(),
-    "attribution": {"names", "config", "errors"},
+    "attribution": {"config", "plots"},
     "utils": {"names", "errors"},
-    "cache": {"names", "config", "kept", "attribution", "utils", "errors"},
+    "stacks": {"config", "attribution", "utils"},
+    "cache": {"names", "config", "kept", "stacks", "utils", "errors"},
     "factored": {"errors"},
     "circuits": {"config", "norms", "model", "cache", "factored", "errors"},
     "generate": {"model", "errors"},
-    "lenses": {"config", "model", "attribution", "cache", "utils", "plots"},
+    "readings": {"config", "attribution"},
+    "lenses": {"config", "model", "attribution", "cache", "readings", "utils", "plots"},
     "hooked_model": {
         *(
             "config",
@@ -78,6 +80,7 @@ NO_TRANSFORMERS = (
     "model",
     "loading",
     "attribution",
+    "stacks",
     "cache",
     "errors",
 )
