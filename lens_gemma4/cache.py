@@ -180,12 +180,16 @@ class ActivationCache(Stacks, Mapping[str, Any]):
         }
         return self
 
-    def remove_batch_dim(self) -> ActivationCache:
+    def remove_batch_dim(self, batch_size: int | None = None) -> ActivationCache:
         """Drop the batch axis of a single prompt, in this cache, which is returned.
 
+        Args:
+            batch_size: what it is taken to be; it is known here, and only compared.
         Raises:
-            ValueError: there are several rows; nothing has changed then.
+            ValueError: there are several rows, or others than `batch_size`; nothing has changed then.
         """
+        if batch_size not in (None, 1):
+            raise ValueError(f"batch_size is {batch_size}: only a batch of 1 can lose its axis")
         if self.has_batch_dim:
             rows = {len(value) for name, value in self.items() if _is_batched(name)}
             if rows - {1}:

@@ -117,10 +117,11 @@ class Store:
             pos_slice,
         )
         self.defers = isinstance(target, Kept) and device is None and pos_slice is None
+        self._put = target.keep if isinstance(target, Kept) else target.__setitem__
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of the run's own tensors
 
     def save(self, name: str, axes: str, value: Tensor) -> None:
-        self.target[name] = self._snapshot(value.detach(), axes)
+        self._put(name, self._snapshot(value.detach(), axes))
         self._know(value, name)
 
     def defer(

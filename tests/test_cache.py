@@ -264,6 +264,8 @@ def test_remove_batch_dim_drops_it_here(model):
 def test_remove_batch_dim_of_several_rows_changes_nothing(cache):
     with pytest.raises(ValueError, match="has 2 rows"):
         cache.remove_batch_dim()
+    with pytest.raises(ValueError, match="batch_size is 2"):
+        cache.remove_batch_dim(2)
     assert cache.has_batch_dim and cache["resid_post", 1].shape[0] == 2
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lens_gemma4 import FactoredMatrix, HookedModel, SVDInterpreter, detect_head, evals
+from lens_gemma4 import (
+    ActivationCache,
+    FactoredMatrix,
+    HookedModel,
+    SVDInterpreter,
+    detect_head,
+    evals,
+)
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 
 README = Path(__file__).parent.parent / "README.md"
@@ -83,6 +90,48 @@ ROOT = {
     "hooks": ["fwd_hooks"],
     "reset_hooks": [],
 }
+# All of TransformerLens's ActivationCache, arguments in its order.
+CACHE = {
+    "to": ["device"],
+    "remove_batch_dim": ["batch_size"],
+    "toggle_autodiff": ["mode"],
+    "apply_slice_to_batch_dim": ["batch_slice"],
+    "keys": [],
+    "values": [],
+    "items": [],
+    "__getitem__": ["key"],
+    "__iter__": [],
+    "__len__": [],
+    "accumulated_resid": [
+        *("layer", "incl_mid", "apply_ln", "pos_slice", "mlp_input", "return_labels"),
+    ],
+    "decompose_resid": [
+        *("layer", "mlp_input", "mode", "apply_ln", "pos_slice", "incl_embeds", "return_labels"),
+    ],
+    "logit_attrs": [
+        *("residual_stack", "tokens", "incorrect_tokens", "pos_slice", "batch_slice"),
+        "has_batch_dim",
+    ],
+    "compute_head_results": [],
+    "stack_head_results": ["layer", "return_labels", "incl_remainder", "pos_slice", "apply_ln"],
+    "stack_activation": ["activation_name", "layer", "sublayer_type"],
+    "get_neuron_results": ["layer", "neuron_slice", "pos_slice", "project_output_onto"],
+    "stack_neuron_results": [
+        *("layer", "pos_slice", "neuron_slice", "return_labels", "incl_remainder", "apply_ln"),
+        *("project_output_onto", "mlp_input"),
+    ],
+    "apply_ln_to_stack": [
+        *("residual_stack", "layer", "mlp_input", "pos_slice", "batch_slice", "has_batch_dim"),
+        "recompute_ln",
+    ],
+    "get_full_resid_decomposition": [
+        *("layer", "mlp_input", "expand_neurons", "apply_ln", "pos_slice", "return_labels"),
+        "project_output_onto",
+    ],
+}
+ABSENT_CACHE = [
+    *("cache.logit_lens", "ssm_layers", "compute_ssm_effective_attention", "compute_ssm_state"),
+]
 MATRIX = {
     "svd": [],
     "norm": [],
@@ -180,10 +229,17 @@ def test_what_the_family_lacks_says_so(tiny_model, name):
         getattr(tiny_model, name)
 
 
-@pytest.mark.parametrize("name", [*ABSENT, *ABSENT_EVALS])
+@pytest.mark.parametrize("name", CACHE)
+def test_the_cache_takes_what_it_takes_there(name):
+    have = list(inspect.signature(getattr(ActivationCache, name)).parameters)[1:]
+    assert have[: len(CACHE[name])] == CACHE[name], f"ActivationCache.{name} takes {have}"
+
+
+@pytest.mark.parametrize("name", [*ABSENT, *ABSENT_EVALS, *ABSENT_CACHE])
 def test_an_absent_method_is_in_the_readme_with_its_reason(name):
     assert not hasattr(HookedModel, name), f"{name} exists now: move it to MODEL"
     assert not hasattr(evals, name), f"{name} exists now: move it to EVALS"
+    assert not hasattr(ActivationCache, name.removeprefix("cache.")), f"{name} exists: to CACHE"
     rows = [
         line
         for line in README.read_text().splitlines()
