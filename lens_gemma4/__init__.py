@@ -10,7 +10,10 @@ from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.heads import detect_head
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
+from lens_gemma4.lenses import Lens, logit_lens
 from lens_gemma4.loading import CheckpointError
+from lens_gemma4.patchscopes import Patchscope, patchscope
+from lens_gemma4.tuned_lens import TunedLens, train_tuned_lens
 
 __version__ = "0.1.0"
 
@@ -26,9 +29,15 @@ __all__ = [
     "HookedConfig",
     "HookedModel",
     "HookedRootModule",
+    "Lens",
+    "Patchscope",
     "SVDInterpreter",
     "Target",
+    "TunedLens",
     "Unavailable",
     "detect_head",
+    "logit_lens",
+    "patchscope",
+    "train_tuned_lens",
     "utils",
 ]

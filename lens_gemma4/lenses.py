@@ -2,10 +2,11 @@
 
 `logit_lens` reads any stream point of any blocks through the final norm, the head and the softcap, and keeps of each
 place what one asks for: the likeliest tokens, the rank of chosen ones, entropy, the distance to the model's own
-answer. `patchscope` puts one stream vector into another prompt's run and reads what comes out there.
+answer.
 
 Logits of all blocks at once would be far larger than the model's own (48 blocks x 262,144 tokens: 48 MB a position in
-float32), so they are made a chunk at a time, in one buffer, and only what was asked of them stays.
+float32), so they are made a chunk at a time, in one buffer, and only what was asked of them stays. A chunk is some of
+the positions of one block or, of short prompts, several whole blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from lens_gemma4.attribution import through_norm, widest
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig
 from lens_gemma4.model import Gemma4, softcap
+from lens_gemma4.readings import (
+    Asked,
+    Readings,
+    asked_for,
+    final_distribution,
+    read,
+    row_bytes,
+)
 from lens_gemma4.utils import Slice
 
 if TYPE_CHECKING:
@@ -35,11 +44,6 @@ Translate = Callable[[Tensor, int], Tensor]
 
 POINTS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")  # as a block makes them
 MAX_BYTES = 2**28  # of one chunk of logits: 256 positions of the 12B
-# Rows of logits that are read together. On a CPU they stay in its caches while a dozen operations pass over them,
-# which halves their cost; a GPU wants more work at a time.
-TILE_BYTES = {"cpu": 2**21}
-TILE_BYTES_ELSEWHERE = 2**26
-SPAN = 512  # columns whose maximum stands for them all
 
 
 def project(
@@ -64,180 +68,6 @@ def project(
     else:
         raw = torch.mm(read, model.unembedding.T, out=out)
     return softcap(raw, model.cfg.output_logits_soft_cap, own=True)
-
-
-# -- what is kept of logits ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Readings:
-    """What logits say. `*axes` are those of `axes`; log-probabilities and entropies are in nats, float32 at least.
-
-    `top_*` are the likeliest tokens, likeliest first. `token_*` are the tokens that were asked about, in the order of
-    `token_ids`; a rank is the number of tokens with a larger logit, so 0 is the first choice.
-    """
-
-    top_ids: Int[Tensor, "*axes k"]
-    top_logits: Float[Tensor, "*axes k"]
-    top_logprobs: Float[Tensor, "*axes k"]
-    token_ids: tuple[int, ...]
-    token_ranks: Int[Tensor, "*axes token"]
-    token_logits: Float[Tensor, "*axes token"]
-    token_logprobs: Float[Tensor, "*axes token"]
-    entropy: Float[Tensor, "*axes"] | None
-    tokenizer: Any
-
-    @property
-    def top_probs(self) -> Float[Tensor, "*axes k"]:
-        return self.top_logprobs.exp()
-
-    @property
-    def token_probs(self) -> Float[Tensor, "*axes token"]:
-        return self.token_logprobs.exp()
-
-    def name(self, token: int) -> str:
-        """A token's text, its leading space kept; its number where there is no text."""
-        text = ""
-        if self.tokenizer is not None:
-            text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        return text or f"token {token}"
-
-    def _entries(self, place: tuple[int, ...]) -> list[dict[str, Any]]:
-        """The tokens of one place, likeliest first and then those asked about, as rows of a table."""
-        asked = torch.tensor(self.token_ids, dtype=torch.long)
-        top_ranks = torch.arange(self.top_ids.shape[-1])
-        kinds = [
-            ("top", self.top_ids[place], top_ranks, self.top_logits, self.top_logprobs),
-            ("asked", asked, self.token_ranks[place], self.token_logits, self.token_logprobs),
-        ]
-        return [
-            {
-                "kind": kind,
-                "rank": rank,
-                "id": token,
-                "token": self.name(token),
-                "logit": logit,
-                "logprob": logprob,
-            }
-            for kind, ids, ranks, logits, logprobs in kinds
-            for token, rank, logit, logprob in zip(
-                ids.tolist(),
-                ranks.tolist(),
-                logits[place].tolist(),
-                logprobs[place].tolist(),
-                strict=True,
-            )
-        ]
-
-
-class Asked(NamedTuple):
-    """What is to be kept of every row of logits."""
-
-    top_k: int
-    tokens: Int[Tensor, " token"]
-    entropy: bool
-
-
-class Final(NamedTuple):
-    """The distribution that others are compared with, and its mean log-probability (its entropy, negated)."""
-
-    probs: Float[Tensor, "row d_vocab"]
-    mean_logprob: Float[Tensor, " row"]
-
-
-def read(
-    logits: Float[Tensor, "row d_vocab"], asked: Asked, final: Final | None = None
-) -> dict[str, Tensor]:
-    """The fields of `Readings` by name, and "kl" when a final distribution is given; overwrites the logits."""
-    tiles = []
-    for rows in _tiles(logits):
-        wide = logits[rows].to(widest(logits.dtype))
-        tile = _choices(wide, asked)
-        shifted, weights, total = _softmax(wide, tile["top_logits"][:, :1])
-        tile["top_logprobs"] -= total.log()[:, None]
-        tile["token_logprobs"] -= total.log()[:, None]
-        if asked.entropy:
-            tile["entropy"] = total.log() - torch.linalg.vecdot(weights, shifted) / total
-        if final is not None:
-            mean = torch.linalg.vecdot(final.probs[rows], shifted) - total.log()
-            tile["kl"] = (final.mean_logprob[rows] - mean).clamp(min=0)  # below zero is rounding
-        tiles.append(tile)
-    return {name: torch.cat([tile[name] for tile in tiles]) for name in tiles[0]}
-
-
-def _choices(wide: Float[Tensor, "row d_vocab"], asked: Asked) -> dict[str, Tensor]:
-    """Everything but the sums over the vocabulary; log-probabilities without their normaliser yet."""
-    values, ids = top_tokens(wide, asked.top_k)
-    chosen = wide[:, asked.tokens]  # [row token]
-    ranks = torch.zeros_like(chosen, dtype=torch.long)
-    for i, value in enumerate(chosen.unbind(-1)):
-        ranks[:, i] = (wide > value[:, None]).sum(-1)
-    largest = values[:, :1]
-    return {
-        "top_ids": ids,
-        "top_logits": values,
-        "top_logprobs": values - largest,
-        "token_ranks": ranks,
-        "token_logits": chosen,
-        "token_logprobs": chosen - largest,
-    }
-
-
-def final_distribution(
-    logits: Float[Tensor, "row d_vocab"], out: Float[Tensor, "row d_vocab"]
-) -> Final:
-    """Probabilities of logits, written into `out`; overwrites the logits."""
-    means = []
-    for rows in _tiles(logits):
-        wide = logits[rows].to(widest(logits.dtype))
-        shifted, weights, total = _softmax(wide, wide.amax(-1, keepdim=True), out[rows])
-        weights /= total[:, None]
-        means.append(torch.linalg.vecdot(weights, shifted) - total.log())
-    return Final(out, torch.cat(means))
-
-
-def _softmax(
-    wide: Float[Tensor, "row d_vocab"],
-    largest: Float[Tensor, "row 1"],
-    out: Float[Tensor, "row d_vocab"] | None = None,
-) -> tuple[Tensor, Tensor, Float[Tensor, " row"]]:
-    """Logits less their largest (in place), their exponentials, and the sum of these."""
-    shifted = wide.sub_(largest)
-    weights = torch.exp(shifted, out=out)
-    return shifted, weights, weights.sum(-1)
-
-
-def top_tokens(
-    logits: Float[Tensor, "row d_vocab"], k: int
-) -> tuple[Float[Tensor, "row k"], Int[Tensor, "row k"]]:
-    """The k largest and their ids, as `torch.topk` gives them, without sorting through the whole row.
-
-    The k largest lie in the k spans with the largest maxima: whatever lies outside has k values as large above it.
-    """
-    whole = logits.shape[-1] // SPAN
-    if whole <= k:
-        return tuple(logits.topk(k))  # type: ignore[return-value]
-    spans = logits[:, : whole * SPAN].unflatten(-1, (whole, SPAN))
-    best = spans.amax(-1).topk(k).indices  # [row span]
-    columns = torch.arange(SPAN, device=logits.device)
-    candidates = spans.gather(1, best[..., None].expand(-1, -1, SPAN)).flatten(1)
-    ids = (best[..., None] * SPAN + columns).flatten(1)
-    rest = torch.arange(whole * SPAN, logits.shape[-1], device=logits.device)
-    candidates = torch.cat((candidates, logits[:, whole * SPAN :]), -1)
-    ids = torch.cat((ids, rest.expand(len(ids), -1)), -1)
-    values, at = candidates.topk(k)
-    return values, ids.gather(-1, at)
-
-
-def _tiles(logits: Float[Tensor, "row d_vocab"]) -> list[slice]:
-    budget = TILE_BYTES.get(logits.device.type, TILE_BYTES_ELSEWHERE)
-    size = max(1, budget // _row_bytes(logits.shape[-1], logits.dtype))
-    return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
-
-
-def _row_bytes(d_vocab: int, dtype: torch.dtype) -> int:
-    """Of one row of logits in the dtype it is summed in."""
-    return d_vocab * widest(dtype).itemsize
 
 
 # -- the logit lens -----------------------------------------------------------------------------------
@@ -326,7 +156,7 @@ class Lens(Readings):
                 "position": position,
                 "at": None if self.ids is None else self.name(int(self.ids[batch, pos])),
                 **entry,
-                **self._of_place((i, batch, pos)),
+                **self._numbers((i, batch, pos)),
             }
             for i, place in enumerate(self.places)
             for batch in range(self.top_ids.shape[1])
@@ -336,9 +166,8 @@ class Lens(Readings):
         ]
         return pandas.DataFrame(rows)
 
-    def _of_place(self, where: tuple[int, int, int]) -> dict[str, float]:
-        sums = {"entropy": self.entropy, "kl": self.kl}
-        return {name: value[where].item() for name, value in sums.items() if value is not None}
+    def _sums(self) -> dict[str, Tensor | None]:
+        return {**super()._sums(), "kl": self.kl}
 
     def plot(
         self,
@@ -349,19 +178,15 @@ class Lens(Readings):
         """A map of places and positions as a plotly figure; each cell names the first choice there.
 
         Args:
-            value: of the first choice ("probability"), of the token asked about ("probability" or "rank"), or of the
-                whole distribution ("entropy" and "kl", nats).
-            token: which of `token_ids`, by its id; by default the first choice.
-            batch: which row of the batch.
-        Raises:
-            ValueError: a token that was not asked about; a value that was not computed.
+            value, token: as in `grid`.
+            batch: which row of the batch; its padding is left out.
         """
         from lens_gemma4 import plots
 
         kept = range(len(self.positions))
         if self.mask is not None:
             kept = [i for i in kept if bool(self.mask[batch, i])]  # type: ignore[assignment]
-        grid = self._grid(value, token)[:, batch]
+        grid = self.grid(value, token)[:, batch]
         first = self.top_ids[:, batch, :, 0]
         columns = [
             f"{self.positions[i]}"
@@ -379,29 +204,6 @@ class Lens(Readings):
             centred=False,
             cells=[[self.name(int(row[i])) for i in kept] for row in first],
         )
-
-    def _grid(self, value: str, token: int | None) -> Float[Tensor, "place batch pos"]:
-        if value in ("entropy", "kl"):
-            sums = self.entropy if value == "entropy" else self.kl
-            if sums is None:
-                raise ValueError(
-                    f"{value} was not computed: call logit_lens with {value}=True to plot it"
-                )
-            return sums
-        if value not in ("probability", "rank"):
-            raise ValueError(f"value is {value!r}; use 'probability', 'rank', 'entropy' or 'kl'")
-        if token is None:
-            if value == "rank":
-                raise ValueError("the first choice has rank 0 everywhere: say which token=")
-            return self.top_probs[..., 0]
-        if token not in self.token_ids:
-            raise ValueError(
-                f"token {token} was not asked about (asked: {list(self.token_ids)}): give it to logit_lens, tokens=[...]"
-            )
-        which = self.token_ids.index(token)
-        return (self.token_probs if value == "probability" else self.token_ranks.float())[
-            ..., which
-        ]
 
 
 @torch.no_grad()
@@ -461,7 +263,7 @@ def logit_lens(
         raise ValueError(f"norm is {norm!r}; use 'recomputed' or 'frozen'")
     if tuned is not None and {place.point for place in places} != {"resid_post"}:
         raise ValueError("a tuned lens reads resid_post alone: its maps were trained there")
-    asked = _asked(model, top_k, tokens, entropy)
+    asked = asked_for(model.cfg, model.to_single_token, top_k, tokens, entropy, model.device)
     run = _run(model, input, places, positions, norm == "frozen", kl, inputs)
     found: dict[str, Any] = {"entropy": None, "kl": None}
     found |= _read_places(model, run, asked, tuned, max_bytes)
@@ -490,22 +292,6 @@ def _places(
     if not wanted or not chosen:
         raise ValueError(f"nothing to read: points is {wanted}, layers is {numbers}")
     return tuple(Place(layer, point) for layer in chosen for point in POINTS if point in wanted)
-
-
-def _asked(model: HookedModel, top_k: int, tokens: Any, entropy: bool) -> Asked:
-    d_vocab = model.cfg.d_vocab
-    if not 1 <= top_k <= d_vocab:
-        raise ValueError(f"top_k is {top_k}; this vocabulary gives 1 to {d_vocab}")
-    if isinstance(tokens, Tensor):
-        tokens = tokens.flatten().tolist()
-    elif isinstance(tokens, (str, int)):
-        tokens = [tokens]
-    ids = [
-        model.to_single_token(token) if isinstance(token, str) else token for token in tokens or ()
-    ]
-    if outside := [token for token in ids if not 0 <= token < d_vocab]:
-        raise ValueError(f"{outside[0]} is no token: this vocabulary has 0 to {d_vocab - 1}")
-    return Asked(top_k, torch.tensor(ids, dtype=torch.long, device=model.device), entropy)
 
 
 class Run(NamedTuple):
@@ -587,37 +373,59 @@ def _streams(
 def _read_places(
     model: HookedModel, run: Run, asked: Asked, tuned: Translate | None, max_bytes: int
 ) -> dict[str, Tensor]:
-    """The fields of `Lens` that are tensors over `place batch pos`, a chunk of positions at a time."""
+    """The fields of `Lens` that are tensors over `place batch pos`, a chunk of logits at a time."""
     some = next(iter(run.streams.values()))
     batch, pos, _ = some.shape
     n_rows, d_vocab = batch * pos, model.cfg.d_vocab
     if not n_rows:
         raise ValueError("positions chooses none of the prompt's positions: nothing to read")
-    size = min(n_rows, max(1, max_bytes // _row_bytes(d_vocab, some.dtype)))
-    buffer = torch.empty(size, d_vocab, dtype=some.dtype, device=model.device)
-    probs = None
-    if run.last is not None:
-        probs = torch.empty_like(buffer, dtype=widest(some.dtype))
-    found: list[list[dict[str, Tensor]]] = [[] for _ in run.streams]
-    for begin in range(0, n_rows, size):
-        chunk = slice(begin, begin + size)
-        out = buffer[: min(size, n_rows - begin)]
+    size = max(1, max_bytes // row_bytes(d_vocab, some.dtype))
+    here = min(size, n_rows)  # rows of one place in a chunk
+    groups = _groups(list(run.streams), size // here, model.cfg.n_layers)
+    buffer = torch.empty(
+        here * max(map(len, groups)), d_vocab, dtype=some.dtype, device=model.device
+    )
+    probs = None if run.last is None else torch.empty_like(buffer[:here], dtype=widest(some.dtype))
+    found: dict[Place, list[dict[str, Tensor]]] = {place: [] for place in run.streams}
+    for begin in range(0, n_rows, here):
+        chunk = slice(begin, begin + here)
         scale = None if run.scale is None else _rows(run.scale, chunk, model)
         final = None
         if run.last is not None and probs is not None:
-            logits = project(model, _rows(run.last, chunk, model), scale, out)
-            final = final_distribution(logits, probs[: len(out)])
-        for i, (place, stream) in enumerate(run.streams.items()):
-            rows = _rows(stream, chunk, model)
-            if tuned is not None:
-                rows = tuned(rows, place.layer)
-            found[i].append(read(project(model, rows, scale, out), asked, final))
+            rows = _rows(run.last, chunk, model)
+            logits = project(model, rows, scale, buffer[: len(rows)])
+            final = final_distribution(logits, probs[: len(rows)])
+        for group in groups:
+            parts = [_translated(run, place, chunk, model, tuned) for place in group]
+            rows = torch.cat(parts)
+            scales = None if scale is None else scale.repeat(len(group), 1)
+            logits = project(model, rows, scales, buffer[: len(rows)])
+            for place, part in zip(group, logits.split(len(parts[0])), strict=True):
+                found[place].append(read(part, asked, final))
     return {
-        name: torch.stack([torch.cat([part[name] for part in parts]) for parts in found]).unflatten(
-            1, (batch, pos)
-        )
-        for name in found[0][0]
+        name: torch.stack(
+            [torch.cat([part[name] for part in parts]) for parts in found.values()]
+        ).unflatten(1, (batch, pos))
+        for name in found[next(iter(found))][0]
     }
+
+
+def _groups(places: list[Place], at_once: int, n_layers: int) -> list[list[Place]]:
+    """Places whose logits are made together: the head's matrix is then read once for all of them.
+
+    The last stream stays alone, as in `forward`: more rows in a product may round otherwise.
+    """
+    alone = [place for place in places if place == Place(n_layers - 1, "resid_post")]
+    others = places[: len(places) - len(alone)]
+    groups = [others[i : i + at_once] for i in range(0, len(others), at_once)]
+    return groups + ([alone] if alone else [])
+
+
+def _translated(
+    run: Run, place: Place, chunk: slice, model: HookedModel, tuned: Translate | None
+) -> Float[Tensor, "row d_model"]:
+    rows = _rows(run.streams[place], chunk, model)
+    return rows if tuned is None else tuned(rows, place.layer)
 
 
 def _rows(value: Float[Tensor, "batch pos d"], chunk: slice, model: HookedModel) -> Tensor:

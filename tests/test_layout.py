@@ -60,6 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("utils", "factored", "circuits", "lenses", "generate", "errors"),
     },
+    "patchscopes": {"cache", "readings", "lenses", "hooked_model", "plots"},
+    "tuned_lens": {"attribution", "cache", "readings", "lenses", "hooked_model"},
     "heads": {"hooks", "cache", "hooked_model", "errors"},
     "evals": {"utils", "hooked_model", "heads", "errors"},
     "interventions": {"names", "hooks", "errors"},
