@@ -13,6 +13,9 @@ from typing import Any
 
 DIVERGING = "RdBu"  # red below zero, blue above; told apart by colour-blind eyes
 BLUE, RED = "#2166ac", "#b2182b"
+CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000")  # Okabe and Ito's
+DASHES = ("solid", "dash", "dot", "dashdot")  # so that no curve is known by its colour alone
+HEIGHT = 360  # pixels of a plot whose axes are both numbers
 SIDE = 640  # pixels a heatmap may be wide before its columns narrow
 CELL = 34
 WRITTEN_CELL = 72  # pixels of a column in whose cells a word stands
@@ -127,6 +130,91 @@ def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "")
     figure.update_yaxes(**_ticks(labels, title), autorange="reversed")
     figure.update_xaxes(title={"text": _safe(unit)}, zeroline=True)
     return _laid_out(figure, height=24 * len(labels) + MARGIN, width=SIDE + MARGIN)
+
+
+def lines(
+    x: Sequence[float],
+    curves: Mapping[str, Any],
+    *,
+    x_title: str = "",
+    unit: str = "",
+    log: bool = False,
+) -> Any:
+    """Curves over the same places, each with its name, as a plotly figure.
+
+    Args:
+        x: a number for each place.
+        curves: by name, as many values as places; NaN leaves a gap.
+        x_title: what the places are.
+        unit: of the values.
+        log: a logarithmic axis of values.
+    Raises:
+        ValueError: as many values as places are needed; a value without a logarithm.
+
+    >>> lines([0, 1], {"entropy": [2.0, 0.5]}).data[0].name
+    'entropy'
+    """
+    go = _graph_objects()
+    places = [float(place) for place in x]
+    figure = go.Figure()
+    for i, (name, values) in enumerate(curves.items()):
+        heights = [float(value) for value in values]
+        if len(heights) != len(places):
+            raise ValueError(f"{name!r} has {len(heights)} values for {len(places)} places")
+        if log and any(value <= 0 for value in heights):
+            raise ValueError(
+                f"{name!r} reaches {min(heights)}, which has no logarithm: use log=False"
+            )
+        style = {"color": CURVES[i % len(CURVES)], "dash": DASHES[i % len(DASHES)]}
+        figure.add_scatter(
+            x=places, y=heights, name=_safe(name), mode="lines+markers", line=style, showlegend=True
+        )
+    figure.update_xaxes(title={"text": _safe(x_title)})
+    figure.update_yaxes(title={"text": _safe(unit)}, type="log" if log else "linear")
+    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
+    return _laid_out(figure, height=HEIGHT, width=SIDE + MARGIN)
+
+
+def scatter(
+    x: Any,
+    y: Any,
+    labels: Sequence[str],
+    *,
+    x_title: str = "",
+    y_title: str = "",
+    diagonal: bool = True,
+) -> Any:
+    """Named points, as a plotly figure.
+
+    Args:
+        x, y: one of each for each label.
+        x_title, y_title: what they are.
+        diagonal: draw the line on which both are equal.
+    Raises:
+        ValueError: as many of both as labels are needed.
+    """
+    go = _graph_objects()
+    across, up = ([float(value) for value in values] for values in (x, y))
+    if not len(across) == len(up) == len(labels):
+        raise ValueError(f"there are {len(across)} x, {len(up)} y and {len(labels)} labels")
+    figure = go.Figure()
+    if diagonal and labels:
+        ends = [min(across + up), max(across + up)]
+        equal = {"color": "#999999", "width": 1}
+        figure.add_scatter(x=ends, y=ends, mode="lines", line=equal, hoverinfo="skip")
+    figure.add_scatter(
+        x=across,
+        y=up,
+        mode="markers+text",
+        marker={"color": BLUE},
+        text=[_safe(label) for label in labels],
+        textposition="top center",
+        hovertemplate="%{text}: %{x:.4f}, %{y:.4f}<extra></extra>",
+    )
+    figure.update_xaxes(title={"text": _safe(x_title)}, zeroline=True)
+    figure.update_yaxes(title={"text": _safe(y_title)}, zeroline=True)
+    figure.update_layout(showlegend=False)
+    return _laid_out(figure, height=SIDE, width=SIDE + MARGIN)
 
 
 def _ticks(labels: Sequence[str], title: str) -> dict[str, Any]:

@@ -91,6 +91,27 @@ def test_bars_are_coloured_by_sign():
     assert list(trace.marker.color) == [plots.BLUE, plots.RED]
 
 
+def test_curves_hold_their_values_and_differ_in_more_than_colour():
+    figure = plots.lines([0, 2], {"a": [1.0, -2.0], "b": [0.5, 0.0]}, x_title="block", unit="nats")
+    first, second = figure.data
+    assert list(first.x) == list(second.x) == [0.0, 2.0]
+    assert list(first.y) == [1.0, -2.0] and list(second.y) == [0.5, 0.0]
+    assert (first.name, second.name) == ("a", "b")
+    assert first.line.dash != second.line.dash and first.line.color != second.line.color
+    assert figure.layout.xaxis.title.text == "block" and figure.layout.yaxis.title.text == "nats"
+    assert figure.layout.yaxis.type == "linear"
+    assert plots.lines([0], {"a": [1.0]}, log=True).layout.yaxis.type == "log"
+
+
+def test_points_hold_their_values_on_a_diagonal():
+    figure = plots.scatter([1.0, -2.0], [0.5, 3.0], ["a", "b"], x_title="direct")
+    line, points = figure.data
+    assert list(points.x) == [1.0, -2.0] and list(points.y) == [0.5, 3.0]
+    assert list(points.text) == ["a", "b"] and figure.layout.xaxis.title.text == "direct"
+    assert list(line.x) == list(line.y) == [-2.0, 3.0]
+    assert len(plots.scatter([1.0], [0.5], ["a"], diagonal=False).data) == 1
+
+
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
@@ -101,6 +122,9 @@ def test_bars_are_coloured_by_sign():
         (lambda: plots.heatmap([[1.0], [1.0]], ["a"], ["b"]), r"\[2 1\]"),
         (lambda: plots.heatmap([[1.0, 2.0], [1.0]], ["a", "b"], ["c", "d"]), "labels name"),
         (lambda: plots.bars([1.0], ["a", "b"]), "1 values and 2 labels"),
+        (lambda: plots.lines([0, 1], {"a": [1, 2], "b": [1]}), "'b' has 1 values for 2 places"),
+        (lambda: plots.lines([0, 1], {"a": [1, 0]}, log=True), "'a' reaches 0.0, which has no log"),
+        (lambda: plots.scatter([1, 2], [1], ["a", "b"]), "2 x, 1 y and 2 labels"),
         (lambda: Table({"a": [1], "b": [1, 2]}), "of one length"),
     ],
 )
@@ -180,6 +204,8 @@ def test_labels_of_a_figure_are_text():
     figure = plots.heatmap([[1.0]], ["<b>x</b>"], ["&"])
     assert figure.layout.yaxis.ticktext[0] == "&lt;b&gt;x&lt;/b&gt;"
     assert figure.layout.xaxis.ticktext[0] == "&amp;"
+    assert plots.lines([0], {"<b>": [1.0]}).data[0].name == "&lt;b&gt;"
+    assert plots.scatter([0], [0], ["<b>"], diagonal=False).data[0].text[0] == "&lt;b&gt;"
 
 
 def test_the_page_is_readable_and_works_from_the_keyboard(text):
