@@ -133,7 +133,7 @@ def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "")
 
 
 def lines(
-    x: Sequence[float],
+    x: Any,
     curves: Mapping[str, Any],
     *,
     x_title: str = "",
