@@ -127,7 +127,8 @@ def patchscope(
         source_layers, target_layers: blocks, by default all; negative ones count from the end.
         source_position, target_position: where the vector is taken, and where it takes another's place; negative ones
             count from the end.
-        read_position: of the target, where its answer is read. Below `target_position` nothing can change.
+        read_position: of the target, where its answer is read. Below `target_position` nothing can change, nor can
+            anything elsewhere when all later blocks borrow their keys and values (`num_kv_shared_layers`).
         point: "resid_post": the stream leaving a block, after `layer_scalar`, takes the place of the stream leaving
             the target block. "resid_pre": entering instead of leaving.
         rescale: give the vector the length of the one it replaces. Streams of different blocks differ in length by the

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from lens_gemma4.attribution import widest
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.hooked_model import HookedModel
-from lens_gemma4.lenses import MAX_BYTES, logit_lens, project
+from lens_gemma4.lenses import MAX_BYTES, Translate, logit_lens, project
 from lens_gemma4.readings import row_bytes
 
 TENSORS, ABOUT = "tuned_lens.safetensors", "tuned_lens.json"
@@ -239,7 +239,7 @@ def train_tuned_lens(
 def kl_by_block(
     model: HookedModel,
     texts: Texts,
-    tuned: TunedLens | None = None,
+    tuned: Translate | None = None,
     batch_size: int = 8,
     max_tokens: int = 256,
     max_bytes: int = MAX_BYTES,

@@ -78,6 +78,16 @@ def test_a_heatmap_holds_its_values_first_row_on_top():
     assert plots.heatmap([[1.0]], ["a"], ["b"], centred=False).data[0].zmid is None
 
 
+def test_words_in_the_cells_are_text_and_as_many_as_values():
+    cells = [["a", HOSTILE], ["<b>", "d"]]
+    trace = plots.heatmap([[1, 2], [3, 4]], ["r", "s"], ["x", "y"], cells=cells).data[0]
+    assert trace.text[1][1] == "d" and trace.text[1][0] == "&lt;b&gt;"
+    assert trace.customdata[1][0].endswith(": &lt;b&gt;") and "<img" not in trace.text[0][1]
+    assert plots.heatmap([[1, 2]], ["r"], ["x", "y"]).data[0].text is None
+    with pytest.raises(ValueError, match="cells is not"):
+        plots.heatmap([[1, 2]], ["r"], ["x", "y"], cells=[["a"]])
+
+
 def test_equal_labels_stay_separate_columns():
     figure = plots.heatmap([[1.0, 2.0]], ["0"], [" the", " the"])
     assert list(figure.layout.xaxis.tickvals) == [0, 1]
