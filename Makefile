@@ -5,7 +5,7 @@ OLDEST := .oldest/.installed
 # The lowest supported transformers, beside the newest that the environment holds.
 OLDEST_TRANSFORMERS := 5.10.1
 
-.PHONY: setup demo test test-slow test-oldest check bench gpu lint
+.PHONY: setup demo test test-slow test-oldest check notebooks bench gpu lint
 
 setup: $(INSTALLED)
 
@@ -41,6 +41,9 @@ test-slow: $(OLDEST)
 
 check: setup
 	$(BIN)/lens-gemma4 check tiny
+
+notebooks: setup
+	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 bench: setup
 	$(BIN)/python benchmarks/loading.py -o benchmarks/results/loading.txt
