@@ -183,9 +183,8 @@ class Lens(Readings):
         """
         from lens_gemma4 import plots
 
-        kept = range(len(self.positions))
-        if self.mask is not None:
-            kept = [i for i in kept if bool(self.mask[batch, i])]  # type: ignore[assignment]
+        every = range(len(self.positions))
+        kept = [i for i in every if self.mask is None or bool(self.mask[batch, i])]
         grid = self.grid(value, token)[:, batch]
         first = self.top_ids[:, batch, :, 0]
         columns = [
