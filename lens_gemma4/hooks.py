@@ -181,23 +181,28 @@ class HookPoint(nn.Module):
 
         Each gets a copy of its own, so what one keeps is never changed by the next.
         """
-        edited = False
+        edited = held = False
         for handle in tuple(self.fwd_hooks):
             handle.reached += 1
             if handle.reads_only:
-                handle.fn(value, hook=handle.asked)
+                # Whoever was shown this very tensor may have kept it, and write into it later.
+                handle.fn(value.clone() if held else value, hook=handle.asked)
                 continue
             given = value.clone()
             before = version(given)
             returned = handle.fn(given, hook=handle.asked)
             if returned is None or returned is given:
                 self._check(given, value, handle)  # `resize_`, `.data = ...`
-                value, edited = given, edited or version(given) != before
+                value, edited, held = given, edited or version(given) != before, True
             else:
                 self._check(returned, value, handle)
                 # Laid out as the network's own values: products of unlike strides round unlike. And copied: the
                 # function may hand out one buffer again and again.
-                value, edited = returned.clone(memory_format=torch.contiguous_format), True
+                value, edited, held = (
+                    returned.clone(memory_format=torch.contiguous_format),
+                    True,
+                    False,
+                )
         return (self._listen_backward(value) if self.bwd_hooks else value), edited
 
     def _listen_backward(self, value: Tensor) -> Tensor:
@@ -304,7 +309,7 @@ class HookedRootModule(nn.Module):
         self.mod_dict: dict[str, nn.Module] = {}
         self.hook_dict: dict[str, HookPoint] = {}
         self._awaited: list[tuple[HookPoint, Handle]] = []
-        self._runs = 0
+        self._runs = self._depth = 0
         for name, module in self.named_modules():
             if name:
                 self.mod_dict[name] = module
@@ -314,7 +319,11 @@ class HookedRootModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
-        return super().__call__(*args, **kwargs)
+        self._depth += 1  # a hook may run the model inside a run
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -686,8 +695,10 @@ class HookedRootModule(nn.Module):
         Those that follow from others kept here too are made when they are first read. Values are snapshots without gradient; with `incl_bwd` the output, which must be a single number
         (`return_type="loss"`), is differentiated and gradients are kept under `name + "_grad"`.
         """
-        stored = Kept()
-        store = Store(stored, device, remove_batch_dim, pos_slice)
+        stored, depth = Kept(), self._depth + 1
+        store = Store(
+            stored, device, remove_batch_dim, pos_slice, listens=lambda: self._depth <= depth
+        )
         added: list[tuple[HookPoint, Handle, bool]] = []
         try:
             for asked, (point, literal) in self.matches(names_filter).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -75,9 +76,10 @@ class Kept(MutableMapping[str, Tensor]):
         return [entry for entry in self._entries.values() if isinstance(entry, Tensor)]
 
     def _make(self, name: str, way: Deferred) -> Tensor:
-        # Its own mode, whatever the reader's: a tensor of inference mode does not tell when it is written into.
-        with torch.inference_mode(False), torch.no_grad():
-            inputs = [self[source] for source in way.inputs]
+        inputs = [self[source] for source in way.inputs]
+        # Its own mode, whatever the reader's: a tensor of inference mode does not tell when it is written into, and
+        # autocast would round otherwise than the run did.
+        with torch.inference_mode(False), torch.no_grad(), _without_autocast(inputs[0].device.type):
             for source, value in zip(way.inputs, inputs, strict=True):
                 if version(value) != self._versions[source]:
                     raise RuntimeError(
@@ -109,7 +111,9 @@ class Store:
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         pos_slice: Callable[[Tensor, str], Tensor] | None = None,
+        listens: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.listens = listens  # not to a run that a hook starts inside the one that is kept
         self.target, self.device, self.remove_batch_dim, self.pos_slice = (
             target,
             device,
@@ -170,10 +174,17 @@ class Saver:
         self.store, self.name, self.axes = store, name, axes
 
     def __call__(self, value: Tensor, hook: Any) -> None:
-        self.store.save(self.name, self.axes, value)
+        if self.store.listens():
+            self.store.save(self.name, self.axes, value)
 
     def defer(self, value: Tensor | None, make: Make, inputs: tuple[Tensor, ...]) -> bool:
-        return self.store.defer(self.name, self.axes, value, make, inputs)
+        return self.store.listens() and self.store.defer(self.name, self.axes, value, make, inputs)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def version(value: Tensor) -> int:

@@ -108,6 +108,32 @@ def softmax(scores: Float[Tensor, "*axes kv_pos"]) -> Float[Tensor, "*axes kv_po
     )
 
 
+def masked_scores(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch kv_pos kv_head d_head"],
+    mask: Mask,
+    per_kv: int,
+) -> Float[Tensor, "batch head pos kv_pos"]:
+    keys = repeat_heads(_heads_first(k), per_kv)
+    scores = torch.matmul(q.transpose(1, 2), keys.transpose(2, 3))
+    additive = mask.additive(scores)
+    return scores if additive is None else scores.add_(additive)
+
+
+def _pattern_as_fused(
+    scores: Float[Tensor, "batch head pos kv_pos"], mask: Mask
+) -> Float[Tensor, "batch head pos kv_pos"]:
+    """The fused operation returns zeros where a query sees no key."""
+    pattern, blind = softmax(scores), mask.blind()
+    return pattern if blind is None else pattern.masked_fill(blind, 0)
+
+
+def _fused_pattern(
+    q: Tensor, k: Tensor, mask: Mask, per_kv: int
+) -> Float[Tensor, "batch head pos kv_pos"]:
+    return _pattern_as_fused(masked_scores(q, k, mask, per_kv), mask)
+
+
 def _transformers_version() -> tuple[int, ...]:
     """The installed release, e.g. (5, 24), read from its metadata; the newest rules where there is none."""
     try:
@@ -219,39 +245,27 @@ class Attention(nn.Module):
         return z.transpose(1, 2).contiguous()
 
     def _squares_deferred(self, q: Tensor, k: Tensor, mask: Mask) -> bool:
+        # Functions of numbers and tensors, not methods: whoever keeps them keeps no module, and nothing set on the
+        # model later changes what they make.
+        how: dict[str, Any] = {"mask": mask, "per_kv": self.cfg.heads_per_kv}
         return self.hook_attn_scores.defer(
-            partial(self._scores, mask=mask), q, k
-        ) and self.hook_pattern.defer(partial(self._fast_pattern, mask=mask), q, k)
+            partial(masked_scores, **how), q, k
+        ) and self.hook_pattern.defer(partial(_fused_pattern, **how), q, k)
 
     def _explicit(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
     ) -> Float[Tensor, "batch head pos d_head"] | None:
         """Scores, softmax, pattern @ v; None when they were only shown and the fast operation counts."""
-        scores, by_scores = self.hook_attn_scores.watch(self._scores(q, k, mask))
+        per_kv = self.cfg.heads_per_kv
+        scores, by_scores = self.hook_attn_scores.watch(masked_scores(q, k, mask, per_kv))
         if by_scores:  # a scaled mask is -inf, and a query that sees no key would be NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-        pattern, by_pattern = self.hook_pattern.watch(self._pattern(scores, mask))
+        pattern, by_pattern = self.hook_pattern.watch(
+            softmax(scores) if self.eager else _pattern_as_fused(scores, mask)
+        )
         if not (self.eager or by_scores or by_pattern):
             return None
-        return torch.matmul(pattern, repeat_heads(_heads_first(v), self.cfg.heads_per_kv))
-
-    def _scores(self, q: Tensor, k: Tensor, mask: Mask) -> Float[Tensor, "batch head pos kv_pos"]:
-        """Masked scores."""
-        keys = repeat_heads(_heads_first(k), self.cfg.heads_per_kv)
-        scores = torch.matmul(q.transpose(1, 2), keys.transpose(2, 3))
-        additive = mask.additive(scores)
-        return scores if additive is None else scores.add_(additive)
-
-    def _pattern(self, scores: Tensor, mask: Mask) -> Float[Tensor, "batch head pos kv_pos"]:
-        pattern = softmax(scores)
-        if not self.eager and (blind := mask.blind()) is not None:
-            return pattern.masked_fill(blind, 0)  # the fused operation returns zeros there
-        return pattern
-
-    def _fast_pattern(
-        self, q: Tensor, k: Tensor, mask: Mask
-    ) -> Float[Tensor, "batch head pos kv_pos"]:
-        return self._pattern(self._scores(q, k, mask), mask)
+        return torch.matmul(pattern, repeat_heads(_heads_first(v), per_kv))
 
     def _project(
         self, z: Float[Tensor, "batch pos head d_head"]

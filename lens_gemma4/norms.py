@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -22,12 +24,26 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _mean_square(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
+    return wide(x).pow(2).mean(-1, keepdim=True).add_(eps)
+
+
+def _scale(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
+    return _mean_square(x, eps).sqrt()
+
+
+def _normalized(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes d"]:
+    return wide(x) * _mean_square(x, eps).pow_(-0.5)
+
+
 class RMSNorm(nn.Module):
     """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
 
     def __init__(self, eps: float, d_gain: int | None = None) -> None:
         super().__init__()
         self.eps = eps
+        # Not methods: whoever keeps the way to a value keeps no module with it.
+        self._scale, self._normalized = partial(_scale, eps=eps), partial(_normalized, eps=eps)
         self.weight = None if d_gain is None else empty(d_gain)
         self.hook_scale = HookPoint()
         self.hook_normalized = HookPoint()
@@ -54,15 +70,6 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
         return normalized.to(x.dtype)
-
-    def _mean_square(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes 1"]:
-        return wide(x).pow(2).mean(-1, keepdim=True).add_(self.eps)
-
-    def _scale(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes 1"]:
-        return self._mean_square(x).sqrt()
-
-    def _normalized(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
-        return wide(x) * self._mean_square(x).pow_(-0.5)
 
 
 class LayerNorm(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
-from small import KINDS, build, inputs_for, padded_inputs, text_inputs
+from small import KINDS, build, inputs_for, media_inputs, padded_inputs, text_inputs
 
 from lens_gemma4 import HookedModel
 from lens_gemma4.kept import Deferred, Kept, Store
@@ -237,3 +239,90 @@ def test_a_cache_reads_and_counts_without_making_everything():
     assert type(plain) is dict and torch.equal(
         plain["blocks.0.attn.hook_pattern"], cache["pattern", 0]
     )
+
+
+# -- what may change between the run and the reading --------------------------------------------------
+
+
+def test_reading_under_autocast_gives_what_the_run_had():
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(kept[name], seen[name]) for name in seen)
+        q, k = (kept[f"blocks.0.attn.hook_rot_{x}"].transpose(1, 2) for x in "qk")
+        assert (q @ k[:, [0, 0, 1, 1]].mT).dtype == torch.bfloat16  # the control: it would round
+
+
+def test_settings_of_the_model_that_change_after_the_run_change_nothing():
+    model, inputs = build("text"), padded_inputs("left")
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs)
+    model.set_attn_implementation("eager")  # which fills rows that see nothing otherwise
+    name = "blocks.0.attn.hook_pattern"
+    assert torch.equal(kept[name], seen[name])
+    assert not torch.equal(what_hooks_see(model, inputs)[name], seen[name])
+
+
+def test_what_waits_holds_no_module_and_no_weight():
+    model, inputs = build("text"), text_inputs()
+    _, kept = model.run_and_store(**inputs)
+    block = model.blocks[0]
+    gone = [weakref.ref(x) for x in (block, block.attn, block.attn.w_q, block.ln1, block.mlp)]
+    assert deferred(kept)
+    del model, block
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert kept["blocks.0.attn.hook_pattern"].shape[1] == 4
+
+
+def test_what_a_users_hook_holds_is_not_what_is_kept():
+    model, inputs, held = build("text"), text_inputs(), []
+    name = "blocks.1.hook_resid_pre"
+    before = model.run_and_store(**inputs)[1][name]
+    with model.hooks(fwd_hooks=[(name, lambda value, hook: held.append(value))]):
+        _, kept = model.run_and_store(**inputs)
+    held[0].zero_()
+    assert before.abs().sum() > 0 and torch.equal(kept[name], before)
+    assert kept["blocks.1.ln1.hook_scale"].min() > 0.1  # nor what follows from it
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_run_inside_a_hook_is_not_what_the_run_around_it_keeps(keeps):
+    model, inputs, inner = build("text"), text_inputs(), []
+    other = text_inputs(batch=1, pos=5, seed=1)
+    _, clean = model.run_and_store(**inputs)
+    _, alone = model.run_and_store(**other)
+
+    def run_another(value, hook):
+        if not inner:  # it listens to the inner run too
+            inner.append(None)
+            inner.append(model.run_and_store(**other)[1] if keeps else model(**other))
+
+    with model.hooks(fwd_hooks=[("blocks.2.hook_resid_pre", run_another)]):
+        _, kept = model.run_and_store(**inputs)
+    assert set(kept) == set(clean) and len(inner) == 2
+    assert all(torch.equal(kept[name], clean[name]) for name in clean)
+    assert not keeps or all(torch.equal(inner[1][name], alone[name]) for name in alone)
+
+    def fail(value, hook):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.hooks(fwd_hooks=[("hook_embed", fail)]):
+        model.run_and_store(**inputs)
+    _, kept = model.run_and_store(**inputs)  # and it still listens
+    assert set(kept) == set(clean) and not model.list_hooks()
+
+
+def test_media_values_have_no_batch_axis_to_lose():
+    model, inputs = build("wrapper"), media_inputs()
+    image = {name: inputs[name][1:] for name in ("pixel_values", "image_position_ids")}
+    audio = {name: inputs[name][1:] for name in ("input_features", "input_features_mask")}
+    inputs = {"input_ids": inputs["input_ids"][1:], **image, **audio}
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs, remove_batch_dim=True)
+    waiting = deferred(kept)
+    assert any(name.startswith("vision.") for name in waiting)
+    for name, value in kept.items():
+        batched = model.hook_dict[name].axes.startswith("batch")
+        assert torch.equal(value, seen[name][0] if batched else seen[name]), name
