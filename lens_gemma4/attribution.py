@@ -15,6 +15,7 @@ nothing else does.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_gemma4.config import HookedConfig
+from lens_gemma4.utils import Slice
 
 
 @runtime_checkable
@@ -94,7 +96,8 @@ def through_norm(
         scale: the norm's `hook_scale` in the run; broadcasts over the parts.
         gain: the norm's weight.
     """
-    return widened(vectors) / scale * gain
+    wide = widened(vectors)
+    return wide / scale * gain.to(wide)
 
 
 def head_contributions(
@@ -115,7 +118,7 @@ def head_contributions(
         gain: `ln1_post.weight`.
     """
     return through_norm(
-        torch.einsum("...hd,hdm->h...m", widened(z), w_o.to(widest(z.dtype))), scale, gain
+        torch.einsum("...hd,hdm->h...m", widened(z), w_o.to(widened(z))), scale, gain
     )
 
 
@@ -133,7 +136,7 @@ def neuron_contributions(
         gain: `ln2_post.weight`.
     """
     return through_norm(
-        torch.einsum("...n,nm->n...m", widened(post), w_out.to(widest(post.dtype))), scale, gain
+        torch.einsum("...n,nm->n...m", widened(post), w_out.to(widened(post))), scale, gain
     )
 
 
@@ -161,7 +164,7 @@ def stream_rounding(
             for word in ("mlp_out", "resid_sum", "resid_post")
         )
         total += gains[i] * (summed - (mid + mlp))
-        total += gains[i + 1] * (post - summed * scalars[i].double())
+        total += gains[i + 1] * (post - summed * scalars[i].to(summed))
     return total
 
 
@@ -173,7 +176,8 @@ class Target:
     """The number that is attributed, one at each position.
 
     Args:
-        token: the id whose logit is asked about: one for all, `[batch]`, or `[batch pos]` at the chosen positions.
+        token: the id whose logit is asked about: one for all, `[batch]`, or `[batch pos]` at the chosen positions; a number, list,
+            array or tensor of whole numbers.
         versus: another id, whose logit is subtracted.
         direction: in place of a token, a direction `[... d_model]`: of the final norm's output (as a column of `W_U` is) or,
             with `layer`, of the stream.
@@ -184,8 +188,8 @@ class Target:
         ValueError: both or neither of token and direction; a layer without a direction.
     """
 
-    token: int | Tensor | None = None
-    versus: int | Tensor | None = None
+    token: Any = None
+    versus: Any = None
     direction: Float[Tensor, "*axes d_model"] | None = None
     layer: int | None = None
     of: str = "raw"
@@ -214,7 +218,7 @@ VOCAB_CHUNK = 16_384
 WORDS = {"raw": "logit before softcap", "logit": "logit", "logprob": "log-probability"}
 
 
-def _told(token: int | Tensor | None) -> str:
+def _told(token: Any) -> str:
     ids = torch.as_tensor(token).unique().tolist()
     return f"token {ids[0]}" if len(ids) == 1 else "a token a row"
 
@@ -251,12 +255,9 @@ class Positions:
         if isinstance(chosen, str):
             self.index = _last(run, chosen, rows, pos, stream.device)[:, None]
         else:
-            places = torch.arange(pos, device=stream.device)
-            places = (
-                places
-                if chosen is None
-                else places[[chosen] if isinstance(chosen, int) else chosen]
-            )
+            places = Slice.unwrap(chosen).apply(torch.arange(pos, device=stream.device))
+            if not len(places):
+                raise ValueError(f"positions is {chosen!r}, which is none of the {pos} positions")
             self.index = places.expand(rows, -1)  # [batch chosen]
         self.rows = torch.arange(rows, device=stream.device)[:, None]
 
@@ -292,7 +293,7 @@ def _last(
         raise ValueError(f"positions is {chosen!r}; use 'last', ints, a slice or None")
     mask = run.derived.get("attention_mask")
     mask = None if mask is None else mask.reshape(rows, -1)
-    if mask is None or bool(mask.bool().all()):
+    if mask is None:
         return torch.full((rows,), pos - 1, device=device)
     if mask.shape[1] != pos:
         raise ValueError(
@@ -308,21 +309,41 @@ def read_target(run: Run, target: Target, positions: Any = "last") -> Reading:
     at = Positions(run, positions)
     n_layers = run.cfg.n_layers
     if target.layer is not None:
-        layer = target.layer + n_layers + 1 if target.layer < 0 else target.layer
+        layer = operator.index(target.layer)
+        layer += n_layers + 1 if layer < 0 else 0
         if not 0 <= layer <= n_layers:
             raise ValueError(f"layer is {target.layer}; the stream can be read at 0 to {n_layers}")
         stream = at(stream_name(layer, n_layers))
-        read = target.direction.to(stream).expand_as(stream)  # type: ignore[union-attr]
+        read = _along(target.direction, stream)
         total = (stream * read).sum(-1)
         return Reading(target, at, layer, read, total, total)
     out = at("ln_final.hook_out")
     if target.direction is not None:
-        direction = target.direction.to(out).expand_as(out)
+        direction = _along(target.direction, out)
         total = actual = (out * direction).sum(-1)
     else:
         direction, total, actual = _of_tokens(at, target, out)
     read = through_norm(direction, at("ln_final.hook_scale"), run.weights["ln_final"].to(out))
     return Reading(target, at, n_layers, read, total, actual)
+
+
+def _along(direction: Tensor | None, stream: Tensor) -> Float[Tensor, "batch pos d_model"]:
+    assert direction is not None
+    direction = direction.to(stream)
+    shape = direction.shape
+    if shape[-1:] != stream.shape[-1:] or not fits(shape, stream.shape):
+        raise ValueError(
+            f"direction is {list(shape)}; the run has {list(stream.shape)} [batch chosen-positions d_model]: give [d_model], "
+            "[pos d_model], or [batch pos d_model] (1 where it is the same for all)"
+        )
+    return direction.expand_as(stream)
+
+
+def fits(small: Sequence[int], large: Sequence[int]) -> bool:
+    """Whether a tensor spreads over another without making it larger: a product would, unasked."""
+    return len(small) <= len(large) and all(
+        a in (1, b) for a, b in zip(small[::-1], large[::-1], strict=False)
+    )
 
 
 def stream_name(layer: int, n_layers: int) -> str:
@@ -344,7 +365,7 @@ def _of_tokens(at: Positions, target: Target, out: Tensor) -> tuple[Tensor, Tens
     signs = (1.0, -1.0)[: len(ids)]
     raw = at("hook_logits_raw") if _has(run, "hook_logits_raw") else None
     if raw is None and target.of == "logprob":
-        raw = widened(out.to(w_u.dtype) @ w_u)
+        raw = (out.to(w_u) @ w_u).to(out)
     if raw is None:
         picked = [(out * w_u.T[i].to(out)).sum(-1) for i in ids]
     else:
@@ -379,15 +400,9 @@ def _mixed(
 
 
 def _per_position(
-    token: int | Tensor, like: Int[Tensor, "batch chosen"], d_vocab: int
+    token: Any, like: Int[Tensor, "batch chosen"], d_vocab: int
 ) -> Int[Tensor, "batch chosen"]:
-    ids = torch.as_tensor(token, device=like.device)
-    if (
-        ids.is_floating_point()
-        or ids.numel() == 0
-        or not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab
-    ):
-        raise ValueError(f"a token is an id from 0 to {d_vocab - 1}, got {token!r}")
+    ids = token_ids(token, d_vocab).to(like)
     ids = ids[:, None] if ids.ndim == 1 and ids.numel() > 1 else ids
     try:
         return ids.expand(like.shape)
@@ -396,6 +411,23 @@ def _per_position(
             f"tokens are {list(torch.as_tensor(token).shape)}; the run has {list(like.shape)} [batch chosen-positions]: give one id, "
             "[batch] or [batch pos]"
         ) from None
+
+
+def token_ids(token: Any, d_vocab: int) -> Int[Tensor, "*axes"]:
+    """Ids as whole numbers in the vocabulary, for as an index a bool or a byte would be a mask and -1 another token.
+
+    Raises:
+        ValueError: something else.
+    """
+    ids = torch.as_tensor(token)
+    if (
+        ids.is_floating_point()
+        or ids.dtype == torch.bool
+        or ids.numel() == 0
+        or not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab
+    ):
+        raise ValueError(f"a token is an id from 0 to {d_vocab - 1}, got {token!r}")
+    return ids.long()
 
 
 def _has(run: Run, name: str) -> bool:
@@ -430,7 +462,8 @@ class Attribution:
 
     @property
     def remainder(self) -> Float[Tensor, "batch pos"]:
-        """What the parts leave over: rounding, unless a hook edited the run on the way."""
+        """What the parts leave over: rounding, unless a hook edited the run on the way (below float32 an edit after an addition
+        or a product is in the part "rounding", which is told from the values on both sides)."""
         return self.total - self.sum()
 
     def relabel(self, **labels: Sequence[str]) -> Attribution:
@@ -513,7 +546,8 @@ def by_part(run: Run, target: Target, positions: Any = "last") -> Attribution:
 
     Args:
         run: an `ActivationCache` that kept `needed("part", run.cfg)` (no filter keeps everything).
-        positions: at which the target is asked: ints, a slice, None for all, or "last", each row's last real token.
+        positions: at which the target is asked: what makes a `Slice` (an int, a list, an array, `(start, stop)`), None for all,
+            or "last", each row's last real token.
     Returns:
         Axes `part batch pos`; parts "0_pre", "0_attn_out", "0_mlp_out", ...
     Raises:
@@ -563,7 +597,7 @@ def by_kv_head(run: Run, target: Target, positions: Any = "last") -> Attribution
         groups += list(heads.unflatten(0, (-1, per_kv)).sum(1))
         names += [f"L{i}KV{j}" for j in range(len(heads) // per_kv)]
     values = torch.stack(groups) if groups else found.values.flatten(0, 1)
-    labels = {**found.labels, "kv_head": names}
+    labels = {"kv_head": names} | {axis: found.labels[axis] for axis in ("batch", "pos")}
     return replace(found, values=values, axes=("kv_head", "batch", "pos"), labels=labels)
 
 
@@ -576,6 +610,8 @@ def by_neuron(run: Run, target: Target, positions: Any = "last", k: int | None =
     Returns:
         Axes `neuron batch pos`, labels "L3N17"; "0_pre", "attns" and "other neurons" are among `others`.
     """
+    if k is not None and k < 0:
+        raise ValueError(f"k is {k}; name some neurons, or all with None")
     reading = read_target(run, target, positions)
     best = torch.zeros(
         0, *reading.total.shape, dtype=reading.total.dtype, device=reading.total.device
@@ -713,6 +749,11 @@ def _heads(reading: Reading, i: int) -> Float[Tensor, "head batch pos"]:
 def _sources(reading: Reading, i: int) -> Float[Tensor, "head batch pos source"]:
     values = reading.at.whole(f"blocks.{i}.attn.v_norm.hook_out")  # [batch source kv_head d_head]
     pattern = reading.at.queries(f"blocks.{i}.attn.hook_pattern")  # [batch pos head source]
+    if pattern.shape[-1] != values.shape[1]:
+        raise ValueError(
+            f"the run had {pattern.shape[-1]} positions and {values.shape[1]} were kept: heads read the others too; keep "
+            "them all (no pos_slice) and choose among them with positions"
+        )
     grouped = _before_heads(reading, i).unflatten(2, (values.shape[2], -1))
     read = torch.einsum("bpkgd,bskd->bpkgs", grouped, values).flatten(2, 3)
     return (pattern * read).permute(2, 0, 1, 3)

@@ -371,7 +371,7 @@ class HookedModel(TextInputs, Gemma4):
 
         Args:
             input, inputs: what `forward` takes.
-            answer: the token asked about: a text that is one token (its leading space counts), an id, or ids by row.
+            answer: the token asked about: a text that is one token (its leading space counts), an id, or one of these a row.
             versus: another, whose logit is subtracted.
             by: "part", "head", "kv_head", "neuron", "source" (head and the position it read) or "token".
             of: "raw" (the logit before the softcap, exact), "logit" or "logprob" (first order).
@@ -389,7 +389,7 @@ class HookedModel(TextInputs, Gemma4):
         """
         if by not in attribution.BY:
             raise ValueError(f"by is {by!r}; use one of {', '.join(map(repr, attribution.BY))}")
-        ids = [self.to_single_token(t) if isinstance(t, str) else t for t in (answer, versus)]
+        ids = [self._answers(t) for t in (answer, versus)]
         target = attribution.Target(ids[0], ids[1], direction=direction, layer=layer, of=of)
         tensors = self.prepare(input, **inputs)
         names = attribution.needed(by, self.cfg, self.dtype, target)
@@ -397,6 +397,14 @@ class HookedModel(TextInputs, Gemma4):
         assert isinstance(cache, ActivationCache)
         found = attribution.BY[by](cache, target, positions)
         return found.relabel(**self._token_labels(tensors.get("input_ids"), found))
+
+    def _answers(self, answer: Any) -> Any:
+        """Ids of texts that are one token each; anything else as it is."""
+        if isinstance(answer, str):
+            return self.to_single_token(answer)
+        if _is_text(answer):
+            return torch.tensor([self.to_single_token(text) for text in answer])
+        return answer
 
     def _token_labels(self, ids: Tensor | None, found: Attribution) -> dict[str, list[str]]:
         """Names of positions of a single prompt: number and token."""
@@ -407,17 +415,17 @@ class HookedModel(TextInputs, Gemma4):
         return named | ({"source": words} if "source" in found.labels else {})
 
     def attribution_weights(self) -> dict[str, Any]:
-        """References to the few weights that attributions need; no copies."""
+        """References to the few weights that attributions need; no copies, and without gradient as cached values are."""
         return {
             "layer_scalar": [block.layer_scalar for block in self.blocks],
-            "W_O": [block.attn.W_O for block in self.blocks],
-            "W_out": [block.mlp.W_out for block in self.blocks],
-            "ln1": [block.ln1.weight for block in self.blocks],
-            "ln1_post": [block.ln1_post.weight for block in self.blocks],
-            "ln2": [block.ln2.weight for block in self.blocks],
-            "ln2_post": [block.ln2_post.weight for block in self.blocks],
-            "ln_final": self.ln_final.weight,
-            "W_U": self.W_U,
+            "W_O": [block.attn.W_O.detach() for block in self.blocks],
+            "W_out": [block.mlp.W_out.detach() for block in self.blocks],
+            "ln1": [_gain(block.ln1.weight) for block in self.blocks],
+            "ln1_post": [_gain(block.ln1_post.weight) for block in self.blocks],
+            "ln2": [_gain(block.ln2.weight) for block in self.blocks],
+            "ln2_post": [_gain(block.ln2_post.weight) for block in self.blocks],
+            "ln_final": _gain(self.ln_final.weight),
+            "W_U": self.W_U.detach(),
         }
 
     def input_to_embed(
@@ -749,6 +757,11 @@ class HookedModel(TextInputs, Gemma4):
 
 _NO_BIAS = ("b_Q", "b_K", "b_V", "b_O", "b_in", "b_gate", "b_out", "b_U", "W_pos", "W_E_pos")
 _RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
+
+
+def _gain(weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return weight.detach()
 
 
 def _logits_of(out: Any, run: Mapping[str, Any]) -> Tensor | None:

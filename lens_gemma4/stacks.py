@@ -355,6 +355,14 @@ class Stacks:
             scale = (wide.pow(2).mean(-1, keepdim=True) + self.cfg.eps).sqrt()
         else:
             scale = _positions(pos_slice)(rows.apply(scale) if self.has_batch_dim else scale)
+            if self.has_batch_dim and not has_batch_dim and rows.mode != "int" and len(scale) == 1:
+                scale = scale[0]
+            if not attribution.fits(scale.shape, residual_stack.shape[1:]):
+                raise ValueError(
+                    f"the parts are {list(residual_stack.shape)} and the norm's scale {list(scale.shape)}, after pos_slice "
+                    "and batch_slice: give the parts at these positions and rows, and say has_batch_dim=False where they "
+                    "have none"
+                )
         return attribution.through_norm(residual_stack, scale, gain)
 
     def logit_attrs(
@@ -390,6 +398,11 @@ class Stacks:
             direction = direction - w_u[ids[1].to(w_u.device)].to(read)
         if has_batch_dim and direction.ndim == 2 and read.ndim == 4:
             direction = direction[:, None]  # [batch 1 d_model]
+        if not attribution.fits(direction.shape, read.shape[1:]):
+            raise ValueError(
+                f"tokens are {list(ids[0].shape)}; the parts are at {list(read.shape[1:-1])} [batch pos] (after pos_slice and "
+                "batch_slice): give one id, [batch] or [batch pos] of those"
+            )
         return (read * direction).sum(-1)
 
     def _ids(self, tokens: str | int | Tensor) -> Ids:
@@ -400,7 +413,7 @@ class Stacks:
                     f"this cache no longer knows the tokenizer of {tokens!r}: give ids, model.to_single_token({tokens!r})"
                 )
             tokens = to_token(tokens)
-        return torch.as_tensor(tokens)
+        return attribution.token_ids(tokens, self.weights["W_U"].shape[1])
 
     # -- what they are made of --------------------------------------------------------------------------
 
@@ -449,7 +462,12 @@ class Stacks:
             heads = self._heads(i, 1.0, pos_slice).sum(0)
             total = total + gains[i] * (widened(keep(self["attn_out", i])) - heads)
             if expand_neurons and i < end:
-                neurons = self.get_neuron_results(i, None, pos_slice).sum(-2)
+                # Their sum, without a vector for each.
+                post = widened(keep(self["post", i]))
+                scale = keep(self["scale", i, "ln2_post"])
+                neurons = attribution.through_norm(
+                    post @ self.weights["W_out"][i].to(post), scale, self.weights["ln2_post"][i]
+                )
                 total = total + gains[i] * (widened(keep(self["mlp_out", i])) - neurons)
         return total
 

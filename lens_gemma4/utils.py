@@ -38,6 +38,7 @@ class Slice:
     """
 
     def __init__(self, input_slice: Any = None) -> None:
+        input_slice = _plain_number(input_slice)
         self.slice: Any = input_slice
         if input_slice is None:
             self.slice, self.mode = slice(None), "identity"
@@ -47,7 +48,7 @@ class Slice:
             self.mode = "slice"
         elif isinstance(input_slice, int) and not isinstance(input_slice, bool):
             self.mode = "int"
-        elif isinstance(input_slice, list) or hasattr(input_slice, "__array__"):
+        elif isinstance(input_slice, (list, range)) or hasattr(input_slice, "__array__"):
             self.slice, self.mode = _places(input_slice), "array"
         else:
             raise TypeError(
@@ -59,6 +60,7 @@ class Slice:
         """A Slice of anything that can be one; an int keeps its axis here, with one entry."""
         if isinstance(slice_input, Slice):
             return slice_input
+        slice_input = _plain_number(slice_input)
         is_int = isinstance(slice_input, int) and not isinstance(slice_input, bool)
         return cls([slice_input] if is_int else slice_input)
 
@@ -95,6 +97,11 @@ class Slice:
 
     def __repr__(self) -> str:
         return f"Slice({self.slice})"
+
+
+def _plain_number(value: Any) -> Any:
+    """A number that numpy or torch returned (`.argmax()`) as Python's own."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _places(values: Any) -> Tensor:

@@ -1,9 +1,11 @@
 """Parts add up to the logit, in float64, on every shape of the family; the plausible wrong sums do not."""
 
 import random
+import re
 import statistics
 
 import fixtures
+import numpy
 import pytest
 import torch
 from small import KINDS, inputs_for, randomise
@@ -24,6 +26,7 @@ from lens_gemma4.attribution import (
     residual_gain,
     through_norm,
 )
+from lens_gemma4.utils import Slice
 
 TOKEN, OTHER = 7, 11
 IDS = torch.tensor([[2, 5, 6, 7, 8, 9]])
@@ -537,3 +540,117 @@ def test_what_a_model_cannot_be_asked(tiny):
         tiny.attribute("The capital", " of", by="layer")
     with pytest.raises(ValueError, match="a token or a direction"):
         tiny.attribute("The capital")
+
+
+# -- what else may be given ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("positions", "index"),
+    [
+        (2, [2]),
+        (numpy.int64(2), [2]),
+        (torch.tensor(-2), [4]),
+        (numpy.array([1, -1]), [1, 5]),
+        (torch.tensor([True, False, False, False, True, False]), [0, 4]),
+        (range(1, 3), [1, 2]),
+        ((1, 3), [1, 2]),
+        (slice(4, None), [4, 5]),
+        (Slice([3, 0]), [3, 0]),
+    ],
+)
+def test_positions_are_what_makes_a_slice(run, positions, index):
+    model, _ = run
+    _, cache = model.run_with_cache(IDS)
+    found = by_part(cache, Target(TOKEN), positions)
+    assert torch.equal(found.values, by_part(cache, Target(TOKEN), None).values[:, :, index])
+    assert found.labels["pos"] == [str(i) for i in index]
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "message"),
+    [
+        ([], ValueError, "none of the 6 positions"),
+        (6, IndexError, "from -6 to 5"),
+        ([-7], IndexError, "from -6 to 5"),
+        (torch.tensor([[0, 1]]), TypeError, "in one row"),
+        (1.5, TypeError, "a slice is an int"),
+        (True, TypeError, "a slice is an int"),
+    ],
+)
+@pytest.mark.parametrize("by", ["part", "neuron"])
+def test_positions_that_are_none_are_errors(run, by, positions, error, message):
+    model, _ = run
+    _, cache = model.run_with_cache(IDS)
+    with pytest.raises(error, match=message):
+        BY[by](cache, Target(TOKEN), positions)
+
+
+@pytest.mark.parametrize("dtype", [numpy.int32, numpy.uint8, numpy.int64])
+def test_tokens_of_any_whole_numbers(run, dtype):
+    _, cache = run
+    rows = [TOKEN, OTHER][: len(cache["hook_logits_raw"])]
+    found = by_part(cache, Target(numpy.array(rows, dtype=dtype)), None)
+    for row, token in enumerate(rows):
+        want = by_part(cache, Target(token), None).values[:, row]
+        assert torch.equal(found.values[:, row], want)
+    for token in (True, torch.tensor([True, False])):  # as an index, a mask
+        with pytest.raises(ValueError, match="a token is an id"):
+            by_part(cache, Target(token), None)
+
+
+def test_directions_of_other_shapes_are_errors(run):
+    model, cache = run
+    d_model = model.cfg.d_model
+    for shape in ([d_model + 1], [1], [7, d_model], [1, 1, 1, d_model]):
+        for layer in (None, 1):
+            with pytest.raises(ValueError, match=re.escape(f"direction is {shape}")):
+                by_part(cache, Target(direction=torch.ones(shape), layer=layer))
+
+
+def test_of_a_cache_that_kept_some_positions_the_last_is_not_known(run):
+    model, _ = run
+    _, cut = model.run_with_cache(IDS, pos_slice=[0, 2])
+    with pytest.raises(ValueError, match="6 positions and 2 were kept"):
+        by_part(cut, Target(TOKEN))
+    assert relative(by_part(cut, Target(TOKEN), -1).sum(), cut["logits_raw"][:, -1:, TOKEN]) < EXACT
+    _, one = model.run_with_cache(IDS, pos_slice=-1)
+    for some in (cut, one):  # one position would spread over all sources
+        with pytest.raises(ValueError, match="had 6 positions and"):
+            by_source(some, Target(TOKEN), None)
+
+
+def test_a_model_that_is_trained_is_asked_without_gradient(run):
+    model, _ = run
+    model.requires_grad_(True)
+    try:
+        _, cache = model.run_with_cache(IDS)
+        for by in BY:
+            found = BY[by](cache, Target(TOKEN, OTHER, of="logprob"))
+            assert not (found.values.requires_grad or found.total.requires_grad), by
+        assert not cache.get_full_resid_decomposition(apply_ln=True).requires_grad
+    finally:
+        model.requires_grad_(False)
+
+
+def test_a_number_of_neurons_below_none(run):
+    _, cache = run
+    none = by_neuron(cache, Target(TOKEN), k=0)
+    assert len(none.values) == 0 and none.remainder.norm() < EXACT * none.total.norm()
+    with pytest.raises(ValueError, match="k is -1"):
+        by_neuron(cache, Target(TOKEN), k=-1)
+
+
+def test_key_value_heads_are_labelled_by_nothing_else(run):
+    _, cache = run
+    found = by_kv_head(cache, Target(TOKEN))
+    assert set(found.labels) == set(found.axes)
+
+
+def test_answers_by_row_may_be_texts(tiny):
+    texts = ["The capital of France is", "The capital of Italy is"]
+    found = tiny.attribute(texts, [" Paris", " Rome"], versus=[" Rome", " Paris"])
+    ids = torch.tensor([tiny.to_single_token(text) for text in (" Paris", " Rome")])
+    want = tiny.attribute(texts, ids, versus=ids.flip(0))
+    assert torch.equal(found.values, want.values)
+    assert not torch.allclose(found.values, tiny.attribute(texts, " Paris", versus=" Rome").values)

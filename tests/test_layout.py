@@ -37,8 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
     "inputs": {"config", "model", "loading", "errors"},
     "plots": set(),
-    "attribution": {"config", "plots"},
     "utils": {"names", "errors"},
+    "attribution": {"config", "plots", "utils"},
     "stacks": {"config", "attribution", "utils"},
     "cache": {"names", "config", "kept", "stacks", "utils", "errors"},
     "factored": {"errors"},

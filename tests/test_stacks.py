@@ -417,3 +417,50 @@ def test_rounding_is_computed_where_it_happens():
 def test_rounding_may_be_asked_of_any_run(cache):
     stack, labels = cache.decompose_resid(return_labels=True, incl_rounding=True)
     assert labels[-1] == "rounding" and stack[-1].abs().max() < 1e-12 * stack.abs().max()
+
+
+# -- what must not be spread or guessed ---------------------------------------------------------------
+
+
+def test_parts_and_tokens_that_do_not_belong_together_are_errors(cache):
+    parts = cache.decompose_resid()
+    two = torch.tensor([5, 6])
+    with pytest.raises(ValueError, match=r"tokens are \[2\]; the parts are at \[1, 6\]"):
+        cache.logit_attrs(parts, two, batch_slice=[1])
+    with pytest.raises(ValueError, match=r"tokens are \[2\]; the parts are at \[6\]"):
+        cache.logit_attrs(parts, two, batch_slice=1)
+    last = cache.decompose_resid(pos_slice=-1)[:2]
+    with pytest.raises(ValueError, match=r"tokens are \[2, 1\]; the parts are at \[2\]"):
+        cache.logit_attrs(last, two[:, None], pos_slice=-1)  # two parts are not two rows
+    with pytest.raises(ValueError, match=r"the parts are \[2, 6, 20\] and the norm's scale \[2, 6"):
+        cache.apply_ln_to_stack(parts[:2, 0], has_batch_dim=False)
+    row = cache.apply_ln_to_stack(parts[:2, 1], batch_slice=1, has_batch_dim=False)
+    assert torch.equal(row, cache.apply_ln_to_stack(parts)[:2, 1])
+    for token in (-1, 101, True):
+        with pytest.raises(ValueError, match="a token is an id from 0 to 100"):
+            cache.logit_attrs(parts, token)
+
+
+def test_parts_of_a_single_row_need_no_batch_axis(model):
+    _, cache = model.run_with_cache(IDS[:1])
+    parts = cache.decompose_resid()
+    whole = cache.logit_attrs(parts, 7)
+    assert torch.equal(cache.logit_attrs(parts[:, 0], 7, has_batch_dim=False), whole[:, 0])
+
+
+def test_every_stack_is_where_the_cache_is(model):
+    """A cache on another device than the weights, as `run_with_cache(device="cpu")` gives on a GPU."""
+    _, cache = model.run_with_cache(IDS)
+    cache.to("meta")
+    end = {"apply_ln": True}
+    stacks = [
+        cache.decompose_resid(**end, incl_rounding=True),
+        cache.accumulated_resid(**end),
+        cache.stack_head_results(**end, incl_remainder=True),
+        cache.stack_neuron_results(-1, **end, incl_remainder=True),
+        cache.get_full_resid_decomposition(**end, project_output_onto=model.W_U[:, 7]),
+        cache.logit_attrs(cache.decompose_resid(), 7, 9),
+    ]
+    assert all(stack.is_meta for stack in stacks)
+    cache.compute_head_results()
+    assert cache["result", 0].is_meta

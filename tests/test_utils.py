@@ -54,6 +54,16 @@ def test_a_slice_takes_places_of_one_axis(given, wanted):
     assert Slice(given).indices(4).tolist() in (places.tolist(), [given])
 
 
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2), np.array(2)])
+def test_a_number_of_numpy_or_torch_is_an_int(number):
+    assert Slice(number).apply(AXIS, dim=1).shape == (2, 3)
+    assert torch.equal(Slice.unwrap(number).apply(AXIS, dim=1), AXIS[:, [2]])
+    assert torch.equal(Slice(range(1, 3)).apply(AXIS, dim=1), AXIS[:, 1:3])
+    for wrong in (np.float64(2), torch.tensor(True)):
+        with pytest.raises(TypeError, match="slice"):
+            Slice(wrong)
+
+
 def test_an_int_keeps_its_axis_when_unwrapped():
     assert Slice.unwrap(-1).apply(AXIS, dim=1).shape == (2, 1, 3)
     assert Slice(-1).apply(AXIS, dim=1).shape == (2, 3)
