@@ -541,12 +541,7 @@ class Gemma4(HookedRootModule):
         else:
             stream = self._outer_stream("the stream", resid)
             types = self._types(input_ids, mm_token_type_ids, media, resid)
-        batch, pos, _ = stream.shape
-        padding = _padding(attention_mask, batch, pos)
-        masks = attention_masks(
-            self.cfg, batch, pos, stream.device, padding, types, self.image_mask
-        )
-        turns = self._rotary(self._position_ids(position_ids, padding, pos, stream.device), stream)
+        masks, turns = self._sight(stream, types, attention_mask, position_ids)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         for block in self.blocks[start:stop]:
             if block.cfg.index in self._skipped:
@@ -558,6 +553,29 @@ class Gemma4(HookedRootModule):
             return stream.clone()  # the caller's to change; a cache may hold the stream itself
         stream = self.ln_final(stream)
         return self.unembed(stream) if with_logits else stream
+
+    def sight(
+        self,
+        stream: Float[Tensor, "batch pos d_model"],
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | Literal["mask"] | None = None,
+        mm_token_type_ids: Tensor | None = None,
+    ) -> tuple[dict[str, Mask], dict[str, tuple[Tensor, Tensor]]]:
+        """Who sees whom, and cos and sin of the positions, of each block type in a call with these inputs."""
+        types = self._types(input_ids, mm_token_type_ids, {}, stream)
+        return self._sight(stream, types, attention_mask, position_ids)
+
+    def _sight(
+        self, stream: Tensor, types: Tensor | None, attention_mask: Any, position_ids: Any
+    ) -> tuple[dict[str, Mask], dict[str, tuple[Tensor, Tensor]]]:
+        batch, pos, _ = stream.shape
+        padding = _padding(attention_mask, batch, pos)
+        masks = attention_masks(
+            self.cfg, batch, pos, stream.device, padding, types, self.image_mask
+        )
+        positions = self._position_ids(position_ids, padding, pos, stream.device)
+        return masks, self._rotary(positions, stream)
 
     def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
         """The head and its softcap, in the logits' own dtype."""

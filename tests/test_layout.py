@@ -64,8 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuned_lens": {"attribution", "cache", "readings", "lenses", "hooked_model"},
     "heads": {"hooks", "cache", "hooked_model", "errors"},
     "evals": {"utils", "hooked_model", "heads", "errors"},
-    "interventions": {"names", "hooks", "errors"},
-    "sweep": {"hooked_model", "interventions", "errors"},
+    "interventions": {"config"},
+    "variants": {"model", "interventions"},
+    "sweep": {"hooked_model", "interventions", "variants", "plots", "errors"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }
