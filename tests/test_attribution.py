@@ -654,3 +654,20 @@ def test_answers_by_row_may_be_texts(tiny):
     want = tiny.attribute(texts, ids, versus=ids.flip(0))
     assert torch.equal(found.values, want.values)
     assert not torch.allclose(found.values, tiny.attribute(texts, " Paris", versus=" Rome").values)
+
+
+def test_positions_and_sources_are_named_by_their_numbers(run):
+    model, _ = run
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    _, cache = model.run_with_cache(IDS.expand(2, -1), attention_mask=mask)
+    target = Target(TOKEN)
+    assert by_part(cache, target).labels["pos"] == ["last"]  # another number in each row
+    assert by_part(cache, target, -2).labels["pos"] == ["4"]
+    found = by_source(cache, target, [0, 3])
+    assert found.labels["pos"] == ["0", "3"] and found.labels["source"] == list("012345")
+    padding = found.values[:, :, 1, 1, 4:]  # which the second row does not see
+    assert padding.abs().max() == 0 and found.values[:, :, 1, 1, :4].abs().amax((0, 1)).min() > 0
+    best = next(name for name, _ in found.top(10**6, batch=1, pos=1) if "<-" in name)
+    layer, head, source = map(int, re.findall(r"\d+", best))
+    here = found.values[:, :, 1, 1].abs()
+    assert here[layer, head, source] == here.max()

@@ -250,6 +250,9 @@ def test_compute_head_results_are_the_hook_point(model):
     cache.compute_head_results()
     for name in own:
         assert relative(cache[name], own[name]) < EXACT
+    low = make(dtype=torch.bfloat16).run_with_cache(IDS)[1]
+    low.compute_head_results()
+    assert low["result", 1].dtype == torch.bfloat16  # as the hook point's own
 
 
 def test_neurons_of_a_block_are_its_mlp(any_run):
@@ -316,6 +319,8 @@ def test_accumulated_streams_at_the_mlp_and_through_the_norm(cache):
     at_block = cache.accumulated_resid(2, apply_ln=True)
     assert relative(at_block[-1], cache["blocks.2.ln1.hook_out"]) < EXACT
     assert relative(at_block[0], cache["blocks.0.ln1.hook_out"]) > OFF
+    held = cache["resid_pre", 0] / cache["scale", 2, "ln1"] * cache.weights["ln1"][2]
+    assert relative(at_block[0], held) < EXACT
 
 
 # -- logits -------------------------------------------------------------------------------------------
