@@ -671,3 +671,23 @@ def test_positions_and_sources_are_named_by_their_numbers(run):
     layer, head, source = map(int, re.findall(r"\d+", best))
     here = found.values[:, :, 1, 1].abs()
     assert here[layer, head, source] == here.max()
+
+
+def test_a_question_keeps_what_it_needs_and_no_more(run, monkeypatch):
+    model, _ = run
+    kept = []
+
+    def spy(*args, **kwargs):
+        out, cache = HookedModel.run_with_cache(model, *args, **kwargs)
+        kept.append(set(cache))
+        return out, cache
+
+    monkeypatch.setattr(model, "run_with_cache", spy)
+    direction = torch.ones(model.cfg.d_model, dtype=torch.float64)
+    n_layers = model.cfg.n_layers
+    for layer in (-1, -2, None):  # -1: after the last block, -2: entering it
+        found = model.attribute(IDS, by="head", direction=direction, layer=layer, positions=None)
+        assert relative(found.sum(), found.actual) < EXACT
+        assert not any("mlp.hook_post" in name or "pattern" in name for name in kept[-1])
+    assert f"blocks.{n_layers - 1}.hook_resid_post" in kept[0]
+    assert f"blocks.{n_layers - 1}.hook_resid_pre" in kept[1]
