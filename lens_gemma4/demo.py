@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from lens_gemma4 import attribution, plots
 from lens_gemma4.attribution import Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.plots import Section, Table
+from lens_gemma4.sweep import ablate, logit_difference
 
 PROMPT = "The capital of France is"
 PAGE = "demo.html"
@@ -169,8 +168,6 @@ def rank_of(logits: Float[Tensor, " d_vocab"], token: int) -> int:
 
 def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Section:
     """The logit lens: what the head would say of the stream after each block."""
-    streams = {"input": cache["resid_pre", 0]}
-    streams |= {f"block {i}": cache["resid_post", i] for i in range(model.cfg.n_layers)}
     columns: dict[str, list[Any]] = {
         name: []
         for name in (
@@ -183,20 +180,22 @@ def lens(model: HookedModel, question: Question, cache: ActivationCache) -> Sect
             "difference",
         )
     }
-    for place, stream in tqdm(streams.items(), desc="logit lens", disable=None):
-        logits = model.project_on_vocab(stream)[0, -1].float()
-        probs, first = logits.softmax(-1), int(logits.argmax())
-        row = (
-            place,
-            named(model, first),
-            probs[first].item(),
-            rank_of(logits, question.answer),
-            probs[question.answer].item(),
-            probs[question.versus].item(),
-            (logits[question.answer] - logits[question.versus]).item(),
-        )
-        for column, value in zip(columns.values(), row, strict=True):
-            column.append(value)
+    chosen: dict[str, Any] = {"top_k": 1, "tokens": [question.answer, question.versus], "kl": False}
+    before = model.logit_lens(cache, points="resid_pre", layers=0, **chosen)
+    for seen in (before, model.logit_lens(cache, **chosen)):
+        for i, place in enumerate(seen.places):
+            here = i, 0, -1
+            answer, versus = seen.token_logits[here].tolist()
+            row = (
+                "input" if seen is before else f"block {place.layer}",
+                named(model, int(seen.top_ids[here][0])),
+                seen.top_probs[here][0].item(),
+                int(seen.token_ranks[here][0]),
+                *seen.token_probs[here].tolist(),
+                answer - versus,
+            )
+            for column, value in zip(columns.values(), row, strict=True):
+                column.append(value)
     figure = plots.bars(
         columns["difference"],
         columns["after"],
@@ -269,30 +268,10 @@ def ablations(model: HookedModel, question: Question) -> Section:
 def ablate_heads(
     model: HookedModel, question: Question
 ) -> tuple[float, Float[Tensor, "layer head"]]:
-    """The clean pre-softcap logit difference at the last position, and its change without each head, one run each."""
-    clean = difference(model, question)
-    effects = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.float64)
-    heads = [(layer.index, head) for layer in model.cfg.layers for head in range(layer.n_heads)]
-    for layer, head in tqdm(heads, desc="ablating heads", disable=None):
-        hooks = [(f"blocks.{layer}.attn.hook_z", partial(_zero_head, head))]
-        effects[layer, head] = difference(model, question, hooks) - clean
-    return clean, effects
-
-
-def difference(model: HookedModel, question: Question, hooks: list[Any] | None = None) -> float:
-    """The pre-softcap logit difference at the last position, in a run with hooks."""
-    kept: list[Tensor] = []
-    read = ("hook_logits_raw", partial(_keep, kept))
-    model.run_with_hooks(question.tokens, fwd_hooks=[*(hooks or []), read], return_type=None)
-    return (kept[0][question.answer].double() - kept[0][question.versus].double()).item()
-
-
-def _zero_head(head: int, z: Tensor, hook: Any) -> None:
-    z[:, :, head] = 0
-
-
-def _keep(kept: list[Tensor], logits: Tensor, hook: Any) -> None:
-    kept.append(logits[0, -1].clone())
+    """The clean pre-softcap logit difference at the last position, and its change without each head."""
+    metric = logit_difference(question.answer, question.versus, raw=True)
+    found = ablate(model, question.tokens, metric)
+    return found.baseline.item(), found.effect[:, 0].view(model.cfg.n_layers, -1)
 
 
 # -- by head ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from lens_gemma4 import interventions, lenses
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention, Place
+from lens_gemma4.model import softcap
 from lens_gemma4.variants import Clean, Runner, clean_run
 
 MAX_BYTES = 2**29  # of a batch of variants' largest tensors, where free memory is not known
@@ -54,14 +55,17 @@ def _is_list(index: Any) -> bool:
 
 
 def some_logits(
-    model: HookedModel, stream: Float[Tensor, "... d_model"], words: Any, paired: bool
+    model: HookedModel,
+    stream: Float[Tensor, "... d_model"],
+    words: Any,
+    paired: bool,
+    raw: bool = False,
 ) -> Tensor:
-    """Logits of some words: of one for each stream (`paired`), or of all of them for every stream."""
+    """Logits of some words: of one for each stream (`paired`), or of all of them for every stream; `raw`, before the softcap."""
     read = model.ln_final.plain(stream)
     columns = model.unembedding[words]
-    raw = (read * columns).sum(-1) if paired or columns.ndim == 1 else read @ columns.T
-    cap = model.cfg.output_logits_soft_cap
-    return raw if cap is None else cap * torch.tanh(raw / cap)
+    found = (read * columns).sum(-1) if paired or columns.ndim == 1 else read @ columns.T
+    return found if raw else softcap(found, model.cfg.output_logits_soft_cap, own=True)
 
 
 # -- metrics ------------------------------------------------------------------------------------------
@@ -82,15 +86,17 @@ class Metric:
     positions: Any = "last"
 
 
-def logit_difference(answer: Any, versus: Any, positions: Any = "last") -> Metric:
-    """Logit of one token minus another's, after the softcap. Ids: one for all, or one for each prompt."""
+def logit_difference(
+    answer: Any, versus: Any, positions: Any = "last", raw: bool = False
+) -> Metric:
+    """Logit of one token minus another's, after the softcap (or before it, `raw`). Ids: one for all, or one for each prompt."""
 
     def of(model: HookedModel, streams: Tensor, rows: Tensor, clean: Tensor) -> Tensor:
         ids = [_per_row(token, rows) for token in (answer, versus)]
-        logits = [some_logits(model, streams, i, paired=True) for i in ids]
+        logits = [some_logits(model, streams, i, paired=True, raw=raw) for i in ids]
         return logits[0] - logits[1]
 
-    return Metric("logit difference", of, positions)
+    return Metric("logit difference" + " before the softcap" * raw, of, positions)
 
 
 def log_prob(answer: Any, positions: Any = "last") -> Metric:

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evals": {"utils", "hooked_model", "heads", "errors"},
     "interventions": {"config"},
     "variants": {"model", "interventions"},
-    "sweep": {"hooked_model", "lenses", "interventions", "variants", "plots"},
+    "sweep": {"model", "hooked_model", "lenses", "interventions", "variants", "plots"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }

@@ -17,6 +17,7 @@ from lens_gemma4.sweep import (
 )
 
 EXACT = 1e-9
+CAP = HookedConfig.from_hf(KINDS["shared, own values"]).output_logits_soft_cap
 IDS = torch.tensor([[2, 5, 6, 7, 8, 9, 10], [2, 15, 16, 17, 18, 19, 11]])
 OTHER = torch.tensor([[2, 25, 6, 27, 8, 29, 10], [2, 15, 36, 17, 38, 19, 11]])
 
@@ -44,6 +45,10 @@ def close(got, want):
 
 METRICS = {
     "difference": (logit_difference(7, 9), lambda lg: lg[:, -1, 7] - lg[:, -1, 9]),
+    "raw": (
+        logit_difference(7, 9, raw=True),
+        lambda lg: CAP * ((lg[:, -1, 7] / CAP).atanh() - (lg[:, -1, 9] / CAP).atanh()),
+    ),
     "log-probability": (log_prob(7), lambda lg: lg[:, -1].log_softmax(-1)[:, 7]),
     "probability": (prob(7), lambda lg: lg[:, -1].softmax(-1)[:, 7]),
     "rank": (rank(7), lambda lg: (lg[:, -1] > lg[:, -1, 7:8]).sum(-1).double()),
