@@ -692,7 +692,7 @@ def needed(
     Args:
         by: a key of `BY`.
         dtype: the model's; below float32 the parts of rounding need more.
-        target: a stream or a log-probability needs another value than a logit does.
+        target: a stream needs another value than a logit does.
     """
     names = ["blocks.0.hook_resid_pre", "ln_final.hook_out", "ln_final.hook_scale"]
     if target is not None and target.layer is not None:
