@@ -11,6 +11,7 @@ import forward
 import lens
 import loading
 import pytest
+import sweep as sweep_benchmark
 import torch
 
 
@@ -119,3 +120,12 @@ def test_a_worker_measures_once_and_times_when_told(monkeypatch, capsys):
     first, *times = map(json.loads, capsys.readouterr().out.splitlines())
     assert set(first) == {"rise", "top", "versions"}
     assert len(times) == 2 and all(seconds > 0 for seconds in times)
+
+
+@torch.no_grad()
+def test_the_sweep_benchmark_compares_what_is_equal():
+    _, model = common.text_pair(common.TEXT_SMALL)
+    found = sweep_benchmark.measure(model, 6, rounds=1)
+    assert set(found) == set(sweep_benchmark.BOUNDS)
+    for variants, low, middle, _, off in found.values():
+        assert variants >= 24 and 0 < low <= middle and off < 1e-2
