@@ -55,6 +55,8 @@ def ways(hf_model: Any, model: Any, ids: torch.Tensor) -> dict[str, Callable[[],
         "stream cached": lambda: model.run_with_cache(ids, names_filter="blocks.*.hook_resid_post"),
         "all but squares": lambda: model.run_with_cache(ids, names_filter=without),
         "all cached": lambda: model.run_with_cache(ids),
+        # what was left to be made when it is read, too: most people read little of what they cache
+        "all read": lambda: list(model.run_with_cache(ids)[1].values()),
     }
 
 
