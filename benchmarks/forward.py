@@ -55,8 +55,9 @@ def ways(hf_model: Any, model: Any, ids: torch.Tensor) -> dict[str, Callable[[],
         "stream cached": lambda: model.run_with_cache(ids, names_filter="blocks.*.hook_resid_post"),
         "all but squares": lambda: model.run_with_cache(ids, names_filter=without),
         "all cached": lambda: model.run_with_cache(ids),
-        # what was left to be made when it is read, too: most people read little of what they cache
+        # what was left to be made when it is read, too; and everything made in the run
         "all read": lambda: list(model.run_with_cache(ids)[1].values()),
+        "all at once": lambda: model.run_with_cache(ids, lazy=False),
     }
 
 

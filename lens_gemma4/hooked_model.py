@@ -264,6 +264,7 @@ class HookedModel(TextInputs, Gemma4):
         incl_bwd: bool = False,
         pos_slice: Slice | int | slice | Sequence[int] | None = None,
         return_cache_object: bool = True,
+        lazy: bool = True,
         **model_kwargs: Any,
     ) -> tuple[Any, ActivationCache | dict[str, Tensor]]:
         """Run the model and keep values.
@@ -275,7 +276,9 @@ class HookedModel(TextInputs, Gemma4):
             remove_batch_dim: drop the batch axis; needs a batch of 1.
             incl_bwd: also differentiate the output (`return_type="loss"`) and keep gradients as `name + "_grad"`.
             pos_slice: positions to keep.
-            return_cache_object: an `ActivationCache`, else a plain dictionary.
+            return_cache_object: an `ActivationCache`, else a plain dictionary, which holds every value at once.
+            lazy: make what follows from other kept values when it is first read; False makes it in the run, which is quicker
+                when most of it will be read.
 
         Returns:
             (what the call returns, cache). Values are snapshots: later edits never change them. Those that follow from
@@ -300,6 +303,7 @@ class HookedModel(TextInputs, Gemma4):
             remove_batch_dim=remove_batch_dim,
             incl_bwd=incl_bwd,
             pos_slice=_slicer(pos_slice),
+            lazy=lazy and return_cache_object,
             input=tensors.pop("resid", None),
             **tensors,
             **run,

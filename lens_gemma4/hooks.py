@@ -688,16 +688,23 @@ class HookedRootModule(nn.Module):
         remove_batch_dim: bool = False,
         incl_bwd: bool = False,
         pos_slice: Callable[[Tensor, str], Tensor] | None = None,
+        lazy: bool = True,
         **model_kwargs: Any,
     ) -> tuple[Any, Kept]:
         """Run the model and keep the values of the filter's points under our names.
 
-        Those that follow from others kept here too are made when they are first read. Values are snapshots without gradient; with `incl_bwd` the output, which must be a single number
-        (`return_type="loss"`), is differentiated and gradients are kept under `name + "_grad"`.
+        Those that follow from others kept here too are made when they are first read, or at once (`lazy=False`). Values are
+        snapshots without gradient; with `incl_bwd` the output, which must be a single number (`return_type="loss"`), is
+        differentiated and gradients are kept under `name + "_grad"`.
         """
         stored, depth = Kept(), self._depth + 1
         store = Store(
-            stored, device, remove_batch_dim, pos_slice, listens=lambda: self._depth <= depth
+            stored,
+            device,
+            remove_batch_dim,
+            pos_slice,
+            listens=lambda: self._depth <= depth,
+            lazy=lazy,
         )
         added: list[tuple[HookPoint, Handle, bool]] = []
         try:

@@ -112,6 +112,7 @@ class Store:
         remove_batch_dim: bool = False,
         pos_slice: Callable[[Tensor, str], Tensor] | None = None,
         listens: Callable[[], bool] = lambda: True,
+        lazy: bool = True,
     ) -> None:
         self.listens = listens  # not to a run that a hook starts inside the one that is kept
         self.target, self.device, self.remove_batch_dim, self.pos_slice = (
@@ -120,7 +121,7 @@ class Store:
             remove_batch_dim,
             pos_slice,
         )
-        self.defers = isinstance(target, Kept) and device is None and pos_slice is None
+        self.defers = lazy and isinstance(target, Kept) and device is None and pos_slice is None
         self._put = target.keep if isinstance(target, Kept) else target.__setitem__
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of the run's own tensors
 

@@ -326,3 +326,14 @@ def test_media_values_have_no_batch_axis_to_lose():
     for name, value in kept.items():
         batched = model.hook_dict[name].axes.startswith("batch")
         assert torch.equal(value, seen[name][0] if batched else seen[name]), name
+
+
+def test_everything_at_once_when_asked():
+    model, inputs = build("text"), text_inputs()
+    seen = what_hooks_see(model, inputs)
+    _, kept = model.run_and_store(**inputs, lazy=False)
+    assert not deferred(kept)
+    assert all(torch.equal(kept[name], seen[name]) for name in seen)
+    tiny = HookedModel.from_pretrained("tiny")
+    _, cache = tiny.run_with_cache("The capital of France is", lazy=False)
+    assert not deferred(cache.cache_dict)
