@@ -140,6 +140,13 @@ def neuron_contributions(
     )
 
 
+def rounded(got: Tensor, exact: Tensor, room: Tensor) -> Tensor:
+    """What rounding made of a number: the difference, where it is no larger than rounding can be. What is larger is no
+    rounding (an edit by a hook, a weight that is not the run's) and is left for the remainder to show."""
+    difference = got - exact
+    return torch.where(difference.abs() <= room, difference, 0)
+
+
 def stream_rounding(
     run: Run, layer: int, mlp_input: bool = False
 ) -> Float[Tensor, "*axes d_model"]:
@@ -150,22 +157,49 @@ def stream_rounding(
     """
     scalars = run.weights["layer_scalar"]
     gains = gains_at(scalars, layer)
+    dtype = run["blocks.0.hook_resid_pre"].dtype
     total = torch.zeros_like(run["blocks.0.hook_resid_pre"], dtype=torch.float64)
     for i in range(layer + mlp_input):
         pre, attn, mid = (
             run[f"blocks.{i}.hook_{word}"].double()
             for word in ("resid_pre", "attn_out", "resid_mid")
         )
-        total += gains[i] * (mid - (pre + attn))
+        total += gains[i] * rounded(mid, pre + attn, _half_a_step(mid, dtype))
         if i == layer:
             break
         mlp, summed, post = (
             run[f"blocks.{i}.hook_{word}"].double()
             for word in ("mlp_out", "resid_sum", "resid_post")
         )
-        total += gains[i] * (summed - (mid + mlp))
-        total += gains[i + 1] * (post - summed * scalars[i].to(summed))
+        total += gains[i] * rounded(summed, mid + mlp, _half_a_step(summed, dtype))
+        scaled = summed * scalars[i].to(summed)
+        total += gains[i + 1] * rounded(post, scaled, _half_a_step(post, dtype))
     return total
+
+
+def write_rounding(
+    x: Float[Tensor, "*axes inside"],
+    w: Float[Tensor, "inside d_model"],
+    scale: Float[Tensor, "*axes 1"],
+    gain: Float[Tensor, " d_model"],
+    got: Float[Tensor, "*axes d_model"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "*axes d_model"]:
+    """What rounding added to a block's output `got`: that of the product `x @ w` and of the post-norm behind it.
+
+    Args:
+        dtype: of the run; the others are in float32 at least.
+    """
+    exact = through_norm(x @ w, scale, gain)
+    terms = through_norm(x.abs() @ w.abs(), scale, gain.abs())
+    # Twice half a step, and what adding up many numbers in float32 loses.
+    return rounded(got, exact, 2 * _half_a_step(got, dtype) + 2.0**-18 * terms)
+
+
+def _half_a_step(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most by which rounding to a dtype moves a number, and a fifth on top."""
+    info = torch.finfo(dtype)
+    return 0.6 * info.eps * value.abs() + info.eps * info.smallest_normal
 
 
 # -- targets ------------------------------------------------------------------------------------------
@@ -235,6 +269,7 @@ class Reading:
     actual: Float[
         Tensor, "batch pos"
     ]  # the run's own number; another one when the parts are first order
+    direction: Tensor | None = None  # of the final norm's output; None when the target is a stream
 
     @property
     def gains(self) -> list[float]:
@@ -324,7 +359,7 @@ def read_target(run: Run, target: Target, positions: Any = "last") -> Reading:
     else:
         direction, total, actual = _of_tokens(at, target, out)
     read = through_norm(direction, at("ln_final.hook_scale"), run.weights["ln_final"].to(out))
-    return Reading(target, at, n_layers, read, total, actual)
+    return Reading(target, at, n_layers, read, total, actual, direction)
 
 
 def _along(direction: Tensor | None, stream: Tensor) -> Float[Tensor, "batch pos d_model"]:
@@ -462,8 +497,7 @@ class Attribution:
 
     @property
     def remainder(self) -> Float[Tensor, "batch pos"]:
-        """What the parts leave over: rounding, unless a hook edited the run on the way (below float32 an edit after an addition
-        or a product is in the part "rounding", which is told from the values on both sides)."""
+        """What the parts leave over: rounding, unless a hook edited the run on the way or the weights are not the run's."""
         return self.total - self.sum()
 
     def relabel(self, **labels: Sequence[str]) -> Attribution:
@@ -578,7 +612,7 @@ def by_head(run: Run, target: Target, positions: Any = "last") -> Attribution:
     heads = [_heads(reading, i) for i in range(reading.layer)]
     values = _stacked(reading, heads, run.cfg.n_heads)  # [layer head batch pos]
     others = {"0_pre": _start(reading), "mlps": _all(reading, "mlp")}
-    inside = _inside_rounding(reading, "attn", [value.sum(0) for value in heads])
+    inside = _inside_rounding(reading, "attn")
     return _result(
         reading, values, ("layer", "head", "batch", "pos"), _head_labels(values), others, inside
     )
@@ -629,7 +663,7 @@ def by_neuron(run: Run, target: Target, positions: Any = "last", k: int | None =
     others = {"0_pre": _start(reading), "attns": _all(reading, "attn")}
     if k is not None:
         others["other neurons"] = sum(sums, torch.zeros_like(reading.total)) - best.sum(0)
-    inside = _inside_rounding(reading, "mlp", sums)
+    inside = _inside_rounding(reading, "mlp")
     return _result(reading, best, ("neuron", "batch", "pos"), {"neuron": names}, others, inside)
 
 
@@ -647,7 +681,7 @@ def by_source(run: Run, target: Target, positions: Any = "last") -> Attribution:
     values = _stacked(reading, sources, run.cfg.n_heads, length)
     others = {"0_pre": _start(reading), "mlps": _all(reading, "mlp")}
     labels = {**_head_labels(values), "source": [str(i) for i in range(length)]}
-    inside = _inside_rounding(reading, "attn", [value.sum((0, -1)) for value in sources])
+    inside = _inside_rounding(reading, "attn", mixed=True)
     return _result(
         reading, values, ("layer", "head", "batch", "pos", "source"), labels, others, inside
     )
@@ -705,6 +739,7 @@ def needed(
         names.append("blocks.*.hook_mlp_out")
     if dtype.itemsize < 4:
         names += [f"blocks.*.hook_{word}" for word in _ROUNDING]
+        names += ["blocks.*.attn.hook_z"] if by == "source" else []
     return names
 
 
@@ -782,27 +817,57 @@ def _is_low(reading: Reading) -> bool:
     return reading.at.run["blocks.0.hook_resid_pre"].dtype.itemsize < 4
 
 
-def _inside_rounding(reading: Reading, kind: str, sums: list[Tensor]) -> Tensor | None:
-    """Between what a block's attention or MLP is split into and what it added, in a low-precision run: the rounding of the
-    products and of the post-norm."""
+def _inside_rounding(reading: Reading, kind: str, mixed: bool = False) -> Tensor | None:
+    """Between what a block's attention or MLP is split into and what it added, in a low-precision run; `mixed`, of the
+    pattern's product with the values too."""
     if not _is_low(reading):
         return None
-    return sum(
-        (_whole(reading, i, kind) - value for i, value in enumerate(sums)),
-        torch.zeros_like(reading.total),
+    at, run = reading.at, reading.at.run
+    inside, matrix, norm = {
+        "attn": ("attn.hook_z", "W_O", "ln1_post"),
+        "mlp": ("mlp.hook_post", "W_out", "ln2_post"),
+    }[kind]
+    total, dtype = torch.zeros_like(reading.total), run["blocks.0.hook_resid_pre"].dtype
+    for i in range(reading.layer):
+        x, got = at(f"blocks.{i}.{inside}"), at(f"blocks.{i}.hook_{kind}_out")
+        w = run.weights[matrix][i].to(x).flatten(0, -2)
+        scale, gain = at(f"blocks.{i}.{norm}.hook_scale"), run.weights[norm][i].to(x)
+        written = write_rounding(x.flatten(2), w, scale, gain, got, dtype)
+        total = total + reading.gains[i] * (written * reading.read).sum(-1)
+        if mixed:
+            total = total + (_mix_rounding(reading, i, x) * _before_heads(reading, i)).sum((-1, -2))
+    return total
+
+
+def _mix_rounding(
+    reading: Reading, i: int, z: Float[Tensor, "batch pos head d_head"]
+) -> Float[Tensor, "batch pos head d_head"]:
+    """Between the pattern times the values and z."""
+    values = reading.at.whole(f"blocks.{i}.attn.v_norm.hook_out")  # [batch source kv_head d_head]
+    pattern = reading.at.queries(f"blocks.{i}.attn.hook_pattern")
+    pattern = pattern.unflatten(2, (values.shape[2], -1))  # [batch pos kv_head group source]
+    exact, terms = (
+        torch.einsum("bpkgs,bskd->bpkgd", pattern, v).flatten(2, 3) for v in (values, values.abs())
     )
+    dtype = reading.at.run["blocks.0.hook_resid_pre"].dtype
+    # Of the pattern, of what the fused operation rounds inside, and of z.
+    return rounded(z, exact, 4 * _half_a_step(terms, dtype))
 
 
 def _rounding(reading: Reading) -> Float[Tensor, "batch pos"]:
     """Of the additions and products along the stream, and of the final norm and head."""
-    at, run, n_layers = reading.at, reading.at.run, reading.at.run.cfg.n_layers
-    stream = at.chosen(stream_rounding(run, reading.layer))
-    last = at(stream_name(reading.layer, n_layers))
-    return (
-        (stream * reading.read).sum(-1).to(reading.total)
-        + reading.total
-        - (last * reading.read).sum(-1)
-    )
+    at, run = reading.at, reading.at.run
+    stream = (at.chosen(stream_rounding(run, reading.layer)) * reading.read).sum(-1)
+    if reading.direction is None:
+        return stream.to(reading.total)
+    dtype = run["blocks.0.hook_resid_pre"].dtype
+    last, out = at(stream_name(reading.layer, run.cfg.n_layers)), at("ln_final.hook_out")
+    exact = through_norm(last, at("ln_final.hook_scale"), run.weights["ln_final"].to(last))
+    normed = rounded(out, exact, _half_a_step(out, dtype) + 2.0**-18 * out.abs())
+    terms = out * reading.direction
+    room = 2 * _half_a_step(terms.abs().sum(-1) + reading.total.abs(), dtype)
+    head = rounded(reading.total, terms.sum(-1), room)
+    return stream.to(reading.total) + (normed * reading.direction).sum(-1) + head
 
 
 def _result(

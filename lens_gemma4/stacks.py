@@ -459,17 +459,22 @@ class Stacks:
         keep, gains = _positions(pos_slice), self._gains(end)
         total = self._rounding(end, mlp_input, keep)
         for i in range(end + mlp_input):
-            heads = self._heads(i, 1.0, pos_slice).sum(0)
-            total = total + gains[i] * (widened(keep(self["attn_out", i])) - heads)
+            z = _positions(pos_slice, dim=-3)(self["z", i]).flatten(-2)
+            total = total + gains[i] * self._written(i, keep, z, "attn_out", "W_O", "ln1_post")
             if expand_neurons and i < end:
-                # Their sum, without a vector for each.
-                post = widened(keep(self["post", i]))
-                scale = keep(self["scale", i, "ln2_post"])
-                neurons = attribution.through_norm(
-                    post @ self.weights["W_out"][i].to(post), scale, self.weights["ln2_post"][i]
+                post = keep(self["post", i])
+                total = total + gains[i] * self._written(
+                    i, keep, post, "mlp_out", "W_out", "ln2_post"
                 )
-                total = total + gains[i] * (widened(keep(self["mlp_out", i])) - neurons)
         return total
+
+    def _written(
+        self, i: int, keep: Callable[[Tensor], Tensor], x: Tensor, out: str, matrix: str, norm: str
+    ) -> Float[Tensor, "*axes d_model"]:
+        x, dtype = widened(x), self["resid_pre", 0].dtype
+        w, gain = self.weights[matrix][i].to(x).flatten(0, -2), self.weights[norm][i].to(x)
+        got, scale = widened(keep(self[out, i])), keep(self["scale", i, norm])
+        return attribution.write_rounding(x, w, scale, gain, got, dtype)
 
 
 def _positions(pos_slice: Any, dim: int = -2) -> Callable[[Tensor], Tensor]:

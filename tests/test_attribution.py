@@ -335,6 +335,27 @@ def test_with_the_rounding_of_a_low_precision_run_the_sum_is_its_own_number(kind
         )
 
 
+@pytest.mark.parametrize("by", BY)
+def test_rounding_does_not_hide_a_mistake(by):
+    """With weights that are not the run's, or an edit on the way, the remainder says so in low precision too."""
+    model = HookedModel(HookedConfig.from_hf(KINDS["text"]))
+    randomise(model, seed=3)
+    model.to(torch.bfloat16)
+    _, cache = model.run_with_cache(IDS)
+    honest = BY[by](cache, Target(TOKEN), None)
+    size = honest.total.abs().max()
+    assert honest.remainder.abs().max() < 1e-4 * size
+    inside = {"head": ["ln1_post"], "kv_head": ["ln1_post"], "source": ["ln1_post"]}
+    for name in ("layer_scalar", *inside.get(by, []), *(["ln2_post"] if by == "neuron" else [])):
+        wrong = {**cache.weights, name: [torch.ones_like(w) for w in cache.weights[name]]}
+        other = ActivationCache(cache, cache.cfg, wrong, cache.derived)
+        assert BY[by](other, Target(TOKEN), None).remainder.abs().max() > OFF * size, name
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_mid", lambda value, hook: value + 1)]):
+        _, edited = model.run_with_cache(IDS)
+    found = BY[by](edited, Target(TOKEN), None)
+    assert found.remainder.abs().max() > OFF * found.total.abs().max()
+
+
 # -- what they ask and what they say ------------------------------------------------------------------
 
 

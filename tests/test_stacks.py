@@ -407,16 +407,25 @@ def test_the_rounding_of_a_bfloat16_run_is_a_part(kind):
     assert "rounding" not in labels and len(plain) == 1 + 2 * model.cfg.n_layers
 
 
-def test_rounding_is_computed_where_it_happens():
-    """Not as what is left over: a wrong scalar is not swept into it."""
+@pytest.mark.parametrize("wrong", ["layer_scalar", "ln1_post", "ln2_post"])
+def test_rounding_is_not_what_is_left_over(wrong):
+    """With weights that are not the run's the parts miss, and the part for rounding does not hide it."""
     model = make(dtype=torch.bfloat16)
     _, cache = model.run_with_cache(IDS)
-    wrong = [scalar.clone() for scalar in cache.weights["layer_scalar"]]
-    attn = cache.cache_dict["blocks.1.hook_attn_out"]
-    cache.cache_dict["blocks.1.hook_attn_out"] = attn + 1  # a value that is not the run's
-    parts = cache.decompose_resid(incl_rounding=False)
-    assert relative(parts.sum(0), cache["resid_post", -1].float()) > OFF
-    assert len(wrong) == model.cfg.n_layers
+    final = cache["resid_post", -1].float()
+    honest = cache.get_full_resid_decomposition().sum(0)
+    assert relative(honest, final) < 1e-5
+    cache.weights = {**cache.weights, wrong: [torch.ones_like(w) for w in cache.weights[wrong]]}
+    assert relative(cache.get_full_resid_decomposition().sum(0), final) > OFF
+
+
+def test_an_edit_is_not_taken_for_rounding():
+    model = make(dtype=torch.bfloat16)
+    for name in ("blocks.1.hook_resid_mid", "blocks.1.hook_attn_out", "blocks.2.hook_resid_post"):
+        with model.hooks(fwd_hooks=[(name, lambda value, hook: value + 1)]):
+            _, cache = model.run_with_cache(IDS)
+        stack = cache.get_full_resid_decomposition()
+        assert relative(stack.sum(0), cache["resid_post", -1].float()) > 1e-3, name
 
 
 def test_rounding_may_be_asked_of_any_run(cache):

@@ -181,6 +181,11 @@ ABSENT = [
     "hf_generate",
     "prepare_multimodal_inputs",
 ]
+# Arguments of methods that are here, and that these do not take.
+ABSENT_ARGUMENTS = {
+    "forward": ["past_kv_cache", "tokens="],
+    "from_pretrained": ["fold_ln", "n_devices", "tokenizer=", "hf_config_overrides"],
+}
 
 
 @pytest.mark.parametrize(
@@ -247,6 +252,18 @@ def test_an_absent_method_is_in_the_readme_with_its_reason(name):
     ]
     assert rows, f"README does not say why there is no {name}"
     assert len(rows[0].split("|")[2].strip()) > 20, "a reason, not a dash"
+
+
+@pytest.mark.parametrize("method", ABSENT_ARGUMENTS)
+def test_an_absent_argument_is_in_the_readme_and_an_error(method, tiny_model):
+    rows = [line for line in README.read_text().splitlines() if f"in `{method}`" in line]
+    for name in ABSENT_ARGUMENTS[method]:
+        assert any(f"`{name}`" in row for row in rows), (
+            f"README does not say why {method} has no {name}"
+        )
+        call = tiny_model if method == "forward" else HookedModel.from_pretrained
+        with pytest.raises(TypeError, match=name.rstrip("=")):
+            call("tiny", **{name.rstrip("="): 1})
 
 
 def test_an_empty_list_says_so(tiny_model):
