@@ -271,10 +271,22 @@ def sweep(
         metric: a `Metric`, or a function of `Logits` that gives a number, or one for each prompt.
         batch_size: variants that run together; by default what fits.
     Raises:
-        ValueError: no variants; a point that this model does not have.
+        ValueError: no variants; hooks or skipped blocks on the model.
+        HookNameError: a point that this model does not have.
     """
     if not variants:
         raise ValueError("there are no variants to run")
+    hooked = [name for name, _, _ in model.list_hooks()]
+    if hooked or model._skipped:
+        what = (
+            f"hooks on {', '.join(hooked[:3])}"
+            if hooked
+            else f"blocks {sorted(model._skipped)} skipped"
+        )
+        raise ValueError(
+            f"the model has {what}, which a sweep would apply to the clean run alone: remove them (`reset_hooks`, the end of a "
+            "`with` block), or make them edits of every variant"
+        )
     for one in variants:
         for edit in one.edits:
             model.hook_point(edit.where.hook)

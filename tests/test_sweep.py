@@ -255,3 +255,13 @@ def test_a_low_precision_sweep_is_near_the_loop():
     heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
     want = by_hand(model, IDS, heads, lambda lg: lg[:, -1, 7] - lg[:, -1, 9])
     assert (found.values - want).abs().max() < 1e-3 * want.abs().max()
+
+
+def test_hooks_and_skipped_blocks_are_refused_not_half_applied(model):
+    ask = logit_difference(7, 9)
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_mid", lambda value, hook: value + 1)]):
+        with pytest.raises(ValueError, match=r"hooks on blocks\.1\.hook_resid_mid"):
+            ablate(model, IDS, ask)
+    with model.skip_layers(1, 1), pytest.raises(ValueError, match=r"blocks \[1\] skipped"):
+        ablate(model, IDS, ask, units="mlp")
+    assert ablate(model, IDS, ask, units="mlp").values.shape == (model.cfg.n_layers, 2)
