@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lens_gemma4.config import HookedConfig
+from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.masks import ImageMask
 from lens_gemma4.model import AttnImplementation, Gemma4
 
@@ -106,6 +107,18 @@ def build(
     model = Gemma4(HookedConfig.from_hf(config), attn_implementation, image_mask)
     randomise(model, seed)
     return model.to(dtype)
+
+
+def hooked(kind: str = "text", dtype: torch.dtype = torch.float64) -> HookedModel:
+    """The user's model of a kind, in float64, where sums can be exact."""
+    model = HookedModel(HookedConfig.from_hf(KINDS[kind]))
+    randomise(model, seed=5)
+    return model.to(dtype)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Length of the difference as a share of the right answer's."""
+    return ((got - want).norm() / want.norm()).item()
 
 
 def randomise(model: Gemma4, seed: int) -> None:

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from small import KINDS, inputs_for, randomise
+from small import hooked, inputs_for
 
-from lens_gemma4 import ActivationCache, HookedConfig, HookedModel, HookNameError
+from lens_gemma4 import ActivationCache, HookNameError
 from lens_gemma4.utils import Slice
 
 EXACT = 1e-10
@@ -15,31 +15,14 @@ OFF = 0.01
 IDS = torch.tensor([[2, 5, 6, 7, 8, 9], [2, 15, 16, 17, 18, 19]])
 
 
-def make(kind="text", dtype=torch.float64):
-    model = HookedModel(HookedConfig.from_hf(KINDS[kind]))
-    randomise(model, seed=5)
-    return model.to(dtype)
-
-
 @pytest.fixture(scope="module")
 def model():
-    return make()
+    return hooked()
 
 
 @pytest.fixture
 def cache(model):
     return model.run_with_cache(IDS)[1]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def any_run(request):
-    model = make(request.param)
-    inputs = inputs_for(request.param, torch.float64)
-    return model, model.run_with_cache(**inputs)[1]
-
-
-def relative(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 # -- access -------------------------------------------------------------------------------------------
@@ -130,7 +113,7 @@ def test_a_short_word_without_its_block_says_so(cache):
 
 
 def test_a_value_this_model_has_not_says_why():
-    model = make("shared")
+    model = hooked("shared")
     _, cache = model.run_with_cache(IDS)
     borrower = next(layer for layer in model.cfg.layers if layer.lender is not None)
     with pytest.raises(HookNameError, match=f"from block {borrower.lender}"):
@@ -147,7 +130,7 @@ def test_a_key_that_is_no_name_is_a_type_error(cache, key):
 
 
 def test_gradients_are_read_under_both_vocabularies():
-    model = make(dtype=torch.float32)
+    model = hooked(dtype=torch.float32)
     _, cache = model.run_with_cache(
         IDS, names_filter="blocks.1.hook_resid_post", incl_bwd=True, return_type="loss"
     )
@@ -163,7 +146,7 @@ def test_it_prints_what_it_holds(model):
 
 
 def test_it_holds_no_model():
-    model = make()
+    model = hooked()
     _, cache = model.run_with_cache(IDS)
     gone = weakref.ref(model)
     del model
@@ -197,12 +180,12 @@ def test_derived_values_are_read_by_key_and_are_not_keys(model):
 def test_the_mask_that_was_given_is_the_mask():
     mask = torch.ones_like(IDS)
     mask[1, :2] = 0
-    _, cache = make().run_with_cache(IDS, attention_mask=mask)
+    _, cache = hooked().run_with_cache(IDS, attention_mask=mask)
     assert torch.equal(cache["attention_mask"], mask)
 
 
 def test_the_image_token_mask_finds_the_features():
-    model = make("wrapper")
+    model = hooked("wrapper")
     _, cache = model.run_with_cache(**inputs_for("wrapper", torch.float64))
     where = cache["vision.image_token_mask"]
     assert where.any() and torch.equal(cache["resid_pre", 0][where], cache["vision.image_features"])
@@ -289,7 +272,7 @@ def test_rows_of_the_batch(cache, rows, index):
 
 
 def test_media_have_no_batch_axis_to_lose():
-    _, cache = make("wrapper").run_with_cache(**inputs_for("wrapper", torch.float64))
+    _, cache = hooked("wrapper").run_with_cache(**inputs_for("wrapper", torch.float64))
     row = cache.apply_slice_to_batch_dim(0)
     assert torch.equal(row["vision.image_features"], cache["vision.image_features"])
     assert torch.equal(row["resid_pre", 0], cache["resid_pre", 0][0])

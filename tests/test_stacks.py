@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from small import KINDS, inputs_for, randomise
+from small import KINDS, hooked, inputs_for, relative
 
-from lens_gemma4 import HookedConfig, HookedModel, HookNameError
+from lens_gemma4 import HookedModel, HookNameError
 from lens_gemma4.utils import Slice
 
 EXACT = 1e-10
@@ -14,15 +14,9 @@ OFF = 0.01
 IDS = torch.tensor([[2, 5, 6, 7, 8, 9], [2, 15, 16, 17, 18, 19]])
 
 
-def make(kind="text", dtype=torch.float64):
-    model = HookedModel(HookedConfig.from_hf(KINDS[kind]))
-    randomise(model, seed=5)
-    return model.to(dtype)
-
-
 @pytest.fixture(scope="module")
 def model():
-    return make()
+    return hooked()
 
 
 @pytest.fixture
@@ -32,13 +26,9 @@ def cache(model):
 
 @pytest.fixture(scope="module", params=KINDS)
 def any_run(request):
-    model = make(request.param)
+    model = hooked(request.param)
     inputs = inputs_for(request.param, torch.float64)
     return model, model.run_with_cache(**inputs)[1]
-
-
-def relative(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 def test_stack_activation(cache):
@@ -250,7 +240,7 @@ def test_compute_head_results_are_the_hook_point(model):
     cache.compute_head_results()
     for name in own:
         assert relative(cache[name], own[name]) < EXACT
-    low = make(dtype=torch.bfloat16).run_with_cache(IDS)[1]
+    low = hooked(dtype=torch.bfloat16).run_with_cache(IDS)[1]
     low.compute_head_results()
     assert low["result", 1].dtype == torch.bfloat16  # as the hook point's own
 
@@ -387,7 +377,7 @@ def test_apply_ln_to_rows_of_the_batch(cache):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounding_of_a_bfloat16_run_is_a_part(kind):
-    model = make(kind, torch.bfloat16)
+    model = hooked(kind, torch.bfloat16)
     _, cache = model.run_with_cache(**inputs_for(kind, torch.bfloat16))
     for layer, mid, stream in streams(model, cache):
         stream, size = stream.float(), stream.float().abs().max()
@@ -410,7 +400,7 @@ def test_the_rounding_of_a_bfloat16_run_is_a_part(kind):
 @pytest.mark.parametrize("wrong", ["layer_scalar", "ln1_post", "ln2_post"])
 def test_rounding_is_not_what_is_left_over(wrong):
     """With weights that are not the run's the parts miss, and the part for rounding does not hide it."""
-    model = make(dtype=torch.bfloat16)
+    model = hooked(dtype=torch.bfloat16)
     _, cache = model.run_with_cache(IDS)
     final = cache["resid_post", -1].float()
     honest = cache.get_full_resid_decomposition().sum(0)
@@ -420,7 +410,7 @@ def test_rounding_is_not_what_is_left_over(wrong):
 
 
 def test_an_edit_is_not_taken_for_rounding():
-    model = make(dtype=torch.bfloat16)
+    model = hooked(dtype=torch.bfloat16)
     for name in ("blocks.1.hook_resid_mid", "blocks.1.hook_attn_out", "blocks.2.hook_resid_post"):
         with model.hooks(fwd_hooks=[(name, lambda value, hook: value + 1)]):
             _, cache = model.run_with_cache(IDS)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from small import KINDS, inputs_for, randomise
+from small import KINDS, hooked, inputs_for
 
-from lens_gemma4 import HookedConfig, HookedModel, sweep
+from lens_gemma4 import HookedConfig, sweep
 from lens_gemma4.interventions import position_mask, replaced, scaled, units_of
 from lens_gemma4.sweep import (
     ablate,
@@ -22,15 +22,9 @@ IDS = torch.tensor([[2, 5, 6, 7, 8, 9, 10], [2, 15, 16, 17, 18, 19, 11]])
 OTHER = torch.tensor([[2, 25, 6, 27, 8, 29, 10], [2, 15, 36, 17, 38, 19, 11]])
 
 
-def make(kind="shared, own values", dtype=torch.float64):
-    model = HookedModel(HookedConfig.from_hf(KINDS[kind]))
-    randomise(model, seed=5)
-    return model.to(dtype)
-
-
 @pytest.fixture(scope="module")
 def model():
-    return make()
+    return hooked("shared, own values")
 
 
 def by_hand(model, prompts, variants, number, **inputs):
@@ -153,7 +147,7 @@ def test_patching_puts_the_clean_run_in(model, units, positions):
 
 
 def test_images_and_padding():
-    model = make("wrapper, shared")
+    model = hooked("wrapper, shared")
     inputs = inputs_for("wrapper, shared", torch.float64)
     last = position_mask("last", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
     found = ablate(model, None, logit_difference(7, 9), positions="last", **inputs)
@@ -250,7 +244,7 @@ def test_no_hook_is_left_and_none_is_needed(model):
 
 
 def test_a_low_precision_sweep_is_near_the_loop():
-    model = make("text", torch.float32)
+    model = hooked("text", torch.float32)
     found = ablate(model, IDS, logit_difference(7, 9))
     heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
     want = by_hand(model, IDS, heads, lambda lg: lg[:, -1, 7] - lg[:, -1, 9])
@@ -259,9 +253,10 @@ def test_a_low_precision_sweep_is_near_the_loop():
 
 def test_hooks_and_skipped_blocks_are_refused_not_half_applied(model):
     ask = logit_difference(7, 9)
-    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_mid", lambda value, hook: value + 1)]):
-        with pytest.raises(ValueError, match=r"hooks on blocks\.1\.hook_resid_mid"):
-            ablate(model, IDS, ask)
+    edit = ("blocks.1.hook_resid_mid", lambda value, hook: value + 1)
+    refused = pytest.raises(ValueError, match=r"hooks on blocks\.1\.hook_resid_mid")
+    with model.hooks(fwd_hooks=[edit], reset_hooks_end=True), refused:
+        ablate(model, IDS, ask)
     with model.skip_layers(1, 1), pytest.raises(ValueError, match=r"blocks \[1\] skipped"):
         ablate(model, IDS, ask, units="mlp")
     assert ablate(model, IDS, ask, units="mlp").values.shape == (model.cfg.n_layers, 2)
