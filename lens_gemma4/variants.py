@@ -132,7 +132,11 @@ class Runner:
         block, self.layer = self.model.blocks[layer], layer
         self.at = self.read if layer == self.model.cfg.n_layers - 1 else self.tail
         early = [one for one in new if POINTS[one.stage[1]] not in ENTRIES]
-        self._join(rows, early, "hook_resid_pre", self.tail)
+        if early:
+            before = self._of_clean("hook_resid_pre", len(early), self.tail)
+            rows.stream = torch.cat([rows.stream, before])
+            self._lend_clean(rows, len(early))
+            rows.who += early
         stream = self._touch(rows, "hook_resid_pre", rows.stream, self.tail)
         z = self._attention(block, rows, stream)
         resid_pre = self._at_read(stream)
@@ -174,16 +178,10 @@ class Runner:
         chosen = value[torch.arange(len(value), device=value.device)[:, None], index]
         return chosen.expand(times, *chosen.shape)
 
-    def _join(self, rows: Rows, new: list[Intervention], point: str, at: Tensor) -> None:
-        if new:
-            rows.stream = torch.cat([rows.stream, self._of_clean(point, len(new), at)])
-            self._lend_clean(rows, len(new), but=self.layer)
-            rows.who += new
-
-    def _lend_clean(self, rows: Rows, times: int, but: int | None = None) -> None:
+    def _lend_clean(self, rows: Rows, times: int) -> None:
         """What lenders lend to rows that passed them unchanged."""
         for lender in self.lenders:
-            if lender > self.layer or lender == but:
+            if lender > self.layer:
                 continue
             names = f"blocks.{lender}.attn.hook_rot_k", f"blocks.{lender}.attn.v_norm.hook_out"
             clean = tuple(
