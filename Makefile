@@ -12,7 +12,7 @@ setup: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@echo "installing into .venv: some minutes, most of them torch"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plots,media,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plots,media,parquet,dev]'
 	touch $@
 
 $(OLDEST): $(INSTALLED)

@@ -12,10 +12,20 @@ from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 from lens_gemma4.lenses import Lens, logit_lens
 from lens_gemma4.loading import CheckpointError
+from lens_gemma4.maps import ablate, knockout, patch
+from lens_gemma4.metrics import (
+    kl_to_clean,
+    log_prob,
+    logit,
+    logit_difference,
+    loss,
+    prob,
+    rank,
+)
 from lens_gemma4.patchscopes import Patchscope, patchscope
+from lens_gemma4.results import SweepResult
 from lens_gemma4.tuned_lens import TunedLens, train_tuned_lens
-
-__version__ = "0.1.0"
+from lens_gemma4.version import __version__
 
 __all__ = [
     "ActivationCache",
@@ -32,12 +42,24 @@ __all__ = [
     "Lens",
     "Patchscope",
     "SVDInterpreter",
+    "SweepResult",
     "Target",
     "TunedLens",
     "Unavailable",
+    "__version__",
+    "ablate",
     "detect_head",
+    "kl_to_clean",
+    "knockout",
+    "log_prob",
+    "logit",
+    "logit_difference",
     "logit_lens",
+    "loss",
+    "patch",
     "patchscope",
+    "prob",
+    "rank",
     "train_tuned_lens",
     "utils",
 ]

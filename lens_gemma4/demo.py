@@ -19,8 +19,9 @@ from lens_gemma4 import attribution, plots
 from lens_gemma4.attribution import Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.maps import ablate
+from lens_gemma4.metrics import logit_difference
 from lens_gemma4.plots import Section, Table
-from lens_gemma4.sweep import ablate, logit_difference
 
 PROMPT = "The capital of France is"
 PAGE = "demo.html"

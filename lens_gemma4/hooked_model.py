@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_gemma4 import attribution, circuits, lenses, loading, names
@@ -24,7 +24,7 @@ from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.masks import ImageMask
 from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4
-from lens_gemma4.utils import Slice, lm_cross_entropy_loss
+from lens_gemma4.utils import Slice, counted_targets, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None
 
@@ -450,12 +450,23 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(
                 "a loss needs the ids that were run: give input_ids beside inputs_embeds or the stream"
             )
+        words = self._are_words(tokens)
+        safe = torch.where(words, tokens, 0)  # placeholders may lie outside the vocabulary
+        return lm_cross_entropy_loss(logits.float(), safe, attention_mask, per_token, targets=words)
+
+    def loss_targets(
+        self, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+    ) -> Bool[Tensor, "batch target"]:
+        """Which tokens but the first a loss counts, each at the position before it."""
+        return counted_targets(tokens, attention_mask, self._are_words(tokens))
+
+    def _are_words(self, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """False on placeholders of media."""
         words = torch.ones_like(tokens, dtype=torch.bool)
         for token in (self.cfg.image_token_id, self.cfg.video_token_id, self.cfg.audio_token_id):
             if token is not None:
                 words = words & (tokens != token)
-        safe = torch.where(words, tokens, 0)  # placeholders may lie outside the vocabulary
-        return lm_cross_entropy_loss(logits.float(), safe, attention_mask, per_token, targets=words)
+        return words
 
     @contextmanager
     def _finite_or_error(self, wanted: bool) -> Iterator[None]:

@@ -156,11 +156,7 @@ def lm_cross_entropy_loss(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     log_probs = wide[:, :-1].log_softmax(-1)
     losses = -log_probs.gather(-1, tokens[:, 1:, None])[..., 0]  # [batch pos-1]
-    counts = torch.ones_like(losses, dtype=torch.bool)
-    if attention_mask is not None:
-        counts &= attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()
-    if targets is not None:
-        counts &= targets[:, 1:]
+    counts = counted_targets(tokens, attention_mask, targets)
     losses = torch.where(counts, losses, torch.zeros_like(losses))
     if per_token:
         return losses
@@ -170,6 +166,18 @@ def lm_cross_entropy_loss(
             "it, and padding and placeholders do not count"
         )
     return losses.sum() / counts.sum()
+
+
+def counted_targets(
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Tensor | None = None,
+    targets: Bool[Tensor, "batch pos"] | None = None,
+) -> Bool[Tensor, "batch target"]:
+    """Whether each token but the first counts in a loss, at the position before it; arguments as in `lm_cross_entropy_loss`."""
+    counts = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+    if attention_mask is not None:
+        counts &= attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()
+    return counts if targets is None else counts & targets[:, 1:]
 
 
 def lm_accuracy(

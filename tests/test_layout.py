@@ -25,6 +25,7 @@ TOP_LEVEL = {
 # Each module may import those named, all of them above it: imports run one way, from first to last.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "config": set(),
     "names": {"config", "errors"},
     "kept": set(),
@@ -66,7 +67,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evals": {"utils", "hooked_model", "heads", "errors"},
     "interventions": {"config"},
     "variants": {"model", "interventions"},
-    "sweep": {"model", "hooked_model", "lenses", "interventions", "variants", "plots"},
+    "metrics": {"model", "hooked_model", "lenses", "interventions"},
+    "results": {"plots"},
+    "plans": {"version", "hooked_model", "interventions", "metrics"},
+    "sweep": {"hooked_model", "interventions", "variants", "metrics", "results", "plans"},
+    "maps": {"hooked_model", "interventions", "metrics", "results", "sweep"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }
@@ -87,7 +92,7 @@ NO_TRANSFORMERS = (
     "cache",
     "errors",
 )
-ONLY_STANDARD_LIBRARY = ("config", "names", "errors")
+ONLY_STANDARD_LIBRARY = ("version", "config", "names", "errors")
 # A function whose body is longer than this gives its reason here.
 LONGEST_FUNCTION = 50
 LONG_FOR_A_REASON = {

@@ -5,13 +5,13 @@ import torch
 from small import KINDS, hooked, inputs_for
 
 from lens_gemma4 import HookedConfig, sweep
-from lens_gemma4.interventions import position_mask, replaced, scaled, units_of
-from lens_gemma4.sweep import (
-    ablate,
+from lens_gemma4.interventions import at_each_position, position_mask, replaced, scaled, units_of
+from lens_gemma4.maps import ablate, patch
+from lens_gemma4.metrics import (
+    Logits,
     kl_to_clean,
     log_prob,
     logit_difference,
-    patch,
     prob,
     rank,
 )
@@ -59,7 +59,7 @@ METRICS = {
 def test_ablating_heads_is_a_run_without_each(model, name):
     metric, number = METRICS[name]
     found = ablate(model, IDS, metric)
-    heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
+    heads = [scaled(unit, 0.0) for unit in units_of("heads", model.cfg)]
     assert found.names == [one.name for one in heads]
     want = by_hand(model, IDS, heads, number)
     assert close(found.values, want)
@@ -76,7 +76,7 @@ def test_kl_to_clean(model):
         return (clean.exp() * (clean - logits[:, -1].log_softmax(-1))).sum(-1)
 
     found = ablate(model, IDS, kl_to_clean())
-    heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
+    heads = [scaled(unit, 0.0) for unit in units_of("heads", model.cfg)]
     assert close(found.values, by_hand(model, IDS, heads, number))
     assert found.baseline.abs().max() < 1e-12 and found.values.min() > 0
 
@@ -87,9 +87,9 @@ def test_units_and_positions(model, units, positions):
     metric, number = METRICS["difference"]
     found = ablate(model, IDS, metric, units=units, positions=positions, mode=0.5, batch_size=7)
     at = None if positions == "each" else position_mask(positions, torch.ones_like(IDS))
-    every = [scaled(name, place, 0.5, at) for name, place in sweep._existing(model, units)]
+    every = [scaled(unit, 0.5, at) for unit in units_of(units, model.cfg)]
     if positions == "each":
-        every = sweep.interventions.at_each_position(every, 2, 7, IDS.device)
+        every = at_each_position(every, 2, 7, IDS.device)
     picked = range(0, len(every), max(1, len(every) // 12))
     want = by_hand(model, IDS, [every[i] for i in picked], number)
     assert found.names == [one.name for one in every]
@@ -110,8 +110,8 @@ def test_means_are_over_real_tokens_but_the_first(model):
 
     for wrong, keep in ((False, chosen), (True, torch.ones_like(chosen))):
         means = [
-            replaced(name, place, cache[place.hook][keep].mean(0)[None, None])
-            for name, place in units_of("mlp", model.cfg)
+            replaced(unit, cache[unit.places[0].hook][keep].mean(0)[None, None])
+            for unit in units_of("mlp", model.cfg)
         ]
         want = by_hand(model, IDS, means, number, attention_mask=mask)
         assert close(found.values, want) != wrong
@@ -129,12 +129,9 @@ def test_patching_puts_the_clean_run_in(model, units, positions):
     found = patch(model, IDS, OTHER, metric, units=units, positions=positions)
     _, cache = model.run_with_cache(IDS)
     at = None if positions == "each" else position_mask(positions, torch.ones_like(IDS))
-    every = [
-        replaced(name, place, sweep._unit(cache[place.hook], place), at)
-        for name, place in units_of(units, model.cfg)
-    ]
+    every = [replaced(unit, cache, at) for unit in units_of(units, model.cfg)]
     if positions == "each":
-        every = sweep.interventions.at_each_position(every, 2, 7, IDS.device)
+        every = at_each_position(every, 2, 7, IDS.device)
     assert close(found.values, by_hand(model, OTHER, every, number))
     assert close(found.baseline, number(model(OTHER)))
     if (
@@ -151,14 +148,14 @@ def test_images_and_padding():
     inputs = inputs_for("wrapper, shared", torch.float64)
     last = position_mask("last", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
     found = ablate(model, None, logit_difference(7, 9), positions="last", **inputs)
-    heads = [scaled(*unit, 0.0, last) for unit in units_of("heads", model.cfg)]
+    heads = [scaled(unit, 0.0, last) for unit in units_of("heads", model.cfg)]
     want = by_hand(model, None, heads, lambda lg: lg[last][:, 7] - lg[last][:, 9], **inputs)
     assert close(found.values, want)
 
 
 def test_logits_are_computed_where_they_are_indexed(model):
     stream = model(IDS, stop_at_layer=model.cfg.n_layers)
-    whole, view = model(IDS), sweep.Logits(model, stream)
+    whole, view = model(IDS), Logits(model, stream)
     assert view.shape == whole.shape
     rows = torch.arange(2)
     for key in (
@@ -196,7 +193,7 @@ def test_results_as_grids_tables_and_figures(model):
     assert grid.shape == (model.cfg.n_layers, model.cfg.n_heads)
     assert grid[2, 1].item() == pytest.approx(found.mean()[found.names.index("L2H1")].item())
     frame = found.to_dataframe()
-    assert len(frame) == found.values.numel() and set(frame["unit"]) == set(
+    assert len(frame) == found.values.numel() and set(frame["head"]) == set(
         range(model.cfg.n_heads)
     )
     name, value = found.top(1)[0]
@@ -204,11 +201,14 @@ def test_results_as_grids_tables_and_figures(model):
     low, high = found.interval()
     assert (low <= found.mean()).all() and (found.mean() <= high).all()
     assert found.plot().to_dict()["data"]
-    heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
+    heads = [scaled(unit, 0.0) for unit in units_of("heads", model.cfg)]
     ragged = sweep.sweep(model, IDS, heads[:5], logit_difference(7, 9))
+    assert ragged.axes == {"layer": [0, 1], "head": [0, 1, 2, 3]}
+    assert ragged.grid()[1].isnan().tolist() == [False, True, True, True]
+    pairs = sweep.sweep(model, IDS, [heads[0] & heads[1], heads[0]], logit_difference(7, 9))
     with pytest.raises(ValueError, match="no grid"):
-        ragged.grid()
-    assert ragged.plot().to_dict()["data"]
+        pairs.grid()
+    assert ragged.plot().to_dict()["data"] and pairs.plot().to_dict()["data"]
     with pytest.raises(ValueError, match="there is one"):
         ablate(model, IDS[:1], logit_difference(7, 9), units="mlp").interval()
 
@@ -221,7 +221,8 @@ def test_results_as_grids_tables_and_figures(model):
         ({"positions": "first"}, "positions is 'first'"),
         ({"positions": 99}, "positions is 99"),
         ({"metric": lambda lg: lg[:, -1]}, "a metric gives a number"),
-        ({"metric": logit_difference(7, 9, positions=[0, 1])}, "read at one position"),
+        ({"metric": logit_difference(7, 200)}, "an id below 101"),
+        ({"metric": []}, "no metric"),
         ({"metric": logit_difference(0.5, 9)}, "a token is an id"),
     ],
 )
@@ -246,7 +247,7 @@ def test_no_hook_is_left_and_none_is_needed(model):
 def test_a_low_precision_sweep_is_near_the_loop():
     model = hooked("text", torch.float32)
     found = ablate(model, IDS, logit_difference(7, 9))
-    heads = [scaled(*unit, 0.0) for unit in units_of("heads", model.cfg)]
+    heads = [scaled(unit, 0.0) for unit in units_of("heads", model.cfg)]
     want = by_hand(model, IDS, heads, lambda lg: lg[:, -1, 7] - lg[:, -1, 9])
     assert (found.values - want).abs().max() < 1e-3 * want.abs().max()
 
