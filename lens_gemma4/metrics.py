@@ -24,21 +24,26 @@ from lens_gemma4.model import softcap
 MAX_BYTES = 2**28  # of whole rows of logits at a time
 
 
-class Logits:
+class Logits(Tensor):
     """The logits of one variant, computed where they are indexed: `logits[:, -1, 100]`.
 
-    Indexed like a tensor `[batch pos d_vocab]`; a whole last axis computes whole rows. Used otherwise (arithmetic, methods,
-    torch functions) it is the whole tensor, computed once.
+    A tensor `[batch pos d_vocab]` to whoever asks. An index computes what it names, a whole last axis whole rows; its shape
+    costs nothing; used otherwise (arithmetic, methods, torch functions) it is the whole tensor, computed once.
     """
 
-    def __init__(self, model: HookedModel, stream: Float[Tensor, "batch pos d_model"]) -> None:
-        self.model, self.stream = model, stream
-        self.shape = torch.Size((*stream.shape[:2], model.cfg.d_vocab))
-        self.ndim, self.dtype, self.device = 3, stream.dtype, stream.device
+    model: HookedModel
+    stream: Tensor
+
+    def __new__(cls, model: HookedModel, stream: Float[Tensor, "batch pos d_model"]) -> Logits:
+        # One NaN behind every entry: what read it past `__torch_function__` could not be taken for logits.
+        nothing = stream.detach().new_full((), torch.nan)
+        view = nothing.expand(*stream.shape[:2], model.cfg.d_vocab).as_subclass(cls)
+        view.model, view.stream = model, stream
+        return view
 
     def __getitem__(self, key: Any) -> Tensor:
         key = key if isinstance(key, tuple) else (key,)
-        if any(part is Ellipsis or part is None for part in key) or len(key) > 3:
+        if not _picks_rows_and_columns(key):
             return self.whole[key]
         places, words = key[:2], key[2] if len(key) == 3 else slice(None)
         if isinstance(words, slice) and words == slice(None):
@@ -50,22 +55,19 @@ class Logits:
     def whole(self) -> Float[Tensor, "batch pos d_vocab"]:
         return lenses.project(self.model, self.stream)
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function in _OF_SHAPE:
+            return super().__torch_function__(function, types, args, kwargs or {})
         return function(*_tensors(args), **_tensors(kwargs or {}))
+
+
+_OF_SHAPE = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
+}
 
 
 def _tensors(value: Any) -> Any:
@@ -79,16 +81,26 @@ def _tensors(value: Any) -> Any:
     return value
 
 
-def _whole(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.whole, name)(*_tensors(args))
-
-
-for _word in "add radd sub rsub mul rmul truediv rtruediv pow neg abs matmul lt le gt ge".split():
-    setattr(Logits, f"__{_word}__", _whole(f"__{_word}__"))
+def _picks_rows_and_columns(key: tuple[Any, ...]) -> bool:
+    """Whether an index takes streams first and words of these after; others torch itself sorts out."""
+    lists = [torch.as_tensor(part) if _is_list(part) else None for part in key]
+    odd = (
+        part is Ellipsis or part is None or isinstance(part, (bool, tuple, range)) for part in key
+    )
+    if len(key) > 3 or any(odd):
+        return False
+    if any(part is not None and part.dtype == torch.bool and part.ndim > 1 for part in lists):
+        return False  # a mask stands for several axes
+    if len(key) < 3 or lists[2] is None:
+        return True
+    if lists[0] is not None and isinstance(key[1], slice):
+        return False  # lists on both sides of a slice come out before it
+    return lists[2].ndim < 2 or lists[0] is not None or lists[1] is not None
 
 
 def _is_list(index: Any) -> bool:
-    return isinstance(index, (list, Tensor)) or hasattr(index, "__array__")
+    """Whether an index has an axis: a number in a tensor has none."""
+    return isinstance(index, list) or getattr(index, "ndim", 0) > 0
 
 
 def some_logits(
