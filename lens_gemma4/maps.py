@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lens_gemma4 import interventions, sweep
 from lens_gemma4.hooked_model import HookedModel
-from lens_gemma4.interventions import Edit, Intervention, Place, Unit
+from lens_gemma4.interventions import SQUARES, Edit, Intervention, Place, Unit
 from lens_gemma4.metrics import Measure
 from lens_gemma4.results import SweepResult
 
@@ -312,9 +312,7 @@ def _everywhere(
 
 
 def _basis(within: Tensor, chosen: Sequence[Chosen]) -> Float[Tensor, "k d"]:
-    squares = [
-        c.unit.name for c in chosen for p in c.unit.places if p.point in interventions.SQUARES
-    ]
+    squares = [c.unit.name for c in chosen for p in c.unit.places if p.point in SQUARES]
     if squares:
         raise ValueError(f"within is of directions in activations; {squares[0]} is a pattern")
     return interventions.span(within)
@@ -342,6 +340,11 @@ class _Reference:
 
     def means(self, chosen: Sequence[Chosen]) -> dict[str, Tensor]:
         """Each point's mean, `[1 1 ...]` or by position `[1 pos ...]`."""
+        squares = {p.hook for c in chosen for p in c.unit.places if p.point in SQUARES}
+        if squares and not self.per_position:
+            raise ValueError(
+                "a mean of patterns over positions would read what comes later: use per_position=True"
+            )
         weight = self._counted(chosen)
         if self.per_position:
             _same_length(self.given, self.tensors, "a mean by position")
@@ -355,16 +358,17 @@ class _Reference:
         total: dict[str, Tensor] = {}
         for rows, part in self._chunks():
             for name, value in _kept(self.model, part, chosen).items():
+                value = value.transpose(1, 2) if name in squares else value
                 counted = weight[rows].reshape(*weight[rows].shape, *[1] * (value.ndim - 2))
                 summed = torch.where(counted, value.double(), 0.0).sum(dims)
                 total[name] = total.get(name, 0.0) + summed
         lead = (None,) if self.per_position else (None, None)
-        return {
-            name: (value / count.reshape(*count.shape, *[1] * (value.ndim - count.ndim)))[lead].to(
-                self.model.dtype
-            )
-            for name, value in total.items()
-        }
+        found = {}
+        for name, value in total.items():
+            per = count.reshape(*count.shape, *[1] * (value.ndim - count.ndim))
+            mean = (value / per)[lead].to(self.model.dtype)
+            found[name] = mean.transpose(1, 2) if name in squares else mean
+        return found
 
     def _counted(self, chosen: Sequence[Chosen]) -> Bool[Tensor, "batch pos"]:
         """The tokens that a mean over positions goes over: of patches, those of images."""

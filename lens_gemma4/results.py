@@ -61,7 +61,8 @@ class SweepResult:
                 "only `patch` has another run to recover; for an ablation use `effect`"
             )
         way = (self.source - self.baseline).mean()
-        if way == 0:
+        size = torch.stack([self.source, self.baseline]).abs().max()
+        if way.abs() <= 100 * torch.finfo(way.dtype).eps * size:
             raise ValueError("both runs have the same metric: there is nothing to recover")
         return self.mean() / way
 
