@@ -72,6 +72,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plans": {"version", "hooked_model", "interventions", "metrics"},
     "sweep": {"hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "maps": {"hooked_model", "interventions", "metrics", "results", "sweep"},
+    "patching": {
+        *("names", "cache", "hooked_model", "interventions", "metrics", "results", "sweep"),
+        "errors",
+    },
+    "gradients": {"hooked_model", "metrics", "maps"},
+    "estimates": {
+        *("hooked_model", "interventions", "metrics", "results", "plans", "sweep", "maps"),
+        "gradients",
+    },
+    "edges": {
+        *("config", "plots", "norms", "model", "hooked_model", "interventions", "metrics"),
+        *("results", "sweep", "maps", "gradients", "estimates"),
+    },
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }
