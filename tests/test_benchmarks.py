@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import common
 import forward
@@ -12,6 +14,7 @@ import lens
 import loading
 import pytest
 import sweep as sweep_benchmark
+import sweep_peers
 import torch
 
 
@@ -122,10 +125,147 @@ def test_a_worker_measures_once_and_times_when_told(monkeypatch, capsys):
     assert len(times) == 2 and all(seconds > 0 for seconds in times)
 
 
-@torch.no_grad()
-def test_the_sweep_benchmark_compares_what_is_equal():
-    _, model = common.text_pair(common.TEXT_SMALL)
-    found = sweep_benchmark.measure(model, 6, rounds=1)
+# -- maps beside peers ----------------------------------------------------------------------------------
+
+SMALL = common.TEXT_SMALL
+
+
+def told_by(way, variants, tokens=6):
+    """What a worker of this way tells, made here."""
+    with torch.no_grad():
+        made = sweep_peers.MAKERS[way](SMALL)
+        asked = {"tokens": tokens, "variants": variants}
+        told = sweep_peers.answer(way, made, lens.resident_mb(), SMALL["vocab_size"], asked)
+    return told | {"which": list(range(len(variants)))}
+
+
+def test_a_map_names_every_head_or_every_position_of_every_block():
+    found = sweep_benchmark.maps(SMALL, 5)
+    layers, heads = SMALL["num_hidden_layers"], SMALL["num_attention_heads"]
+    everywhere = {(i, h, None) for i in range(layers) for h in range(heads)}
     assert set(found) == set(sweep_benchmark.BOUNDS)
-    for variants, low, middle, _, off in found.values():
-        assert variants >= 24 and 0 < low <= middle and off < 1e-2
+    assert set(found["heads, all positions"]) == everywhere
+    assert set(found["heads, last position"]) == {(i, h, 4) for i, h, _ in everywhere}
+    streams = {(i, None, p) for i in range(layers) for p in range(5)}
+    assert set(found["stream, each position"]) == streams
+
+
+@pytest.mark.parametrize("name", sweep_benchmark.BOUNDS)
+def test_the_ways_of_the_sweep_benchmark_make_the_same_map(name):
+    variants = sweep_benchmark.maps(SMALL, 6)[name]
+    told = {way: [told_by(way, variants)] for way in ("engine", "loop", "loop, lean")}
+    assert max(sweep_benchmark.off(told).values()) > 0  # two ways of computing, not one
+    assert told["engine"][0]["batch"] > 1
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        lambda one: one._replace(head=(one.head + 1) % SMALL["num_attention_heads"]),
+        lambda one: one._replace(layer=(one.layer + 1) % SMALL["num_hidden_layers"]),
+        lambda one: one._replace(position=5),
+    ],
+    ids=["another head", "another block", "one position only"],
+)
+def test_a_way_that_makes_another_map_is_refused(mistaken):
+    variants = sweep_benchmark.maps(SMALL, 6)["heads, all positions"]
+    told = {
+        "engine": [told_by("engine", variants)],
+        "loop": [told_by("loop", [mistaken(one) for one in variants])],
+    }
+    with pytest.raises(AssertionError, match="'loop' is off by"):
+        sweep_benchmark.off(told)
+
+
+class Made:
+    """A worker that takes so many seconds a variant, and answers with the variants' own numbers."""
+
+    def __init__(self, each):
+        self.each, self.asked = each, []
+
+    def make(self, tokens, variants):
+        self.asked.append(variants)
+        values = [float(one.layer) for one in variants]
+        memory = {"batch": 3, "rise": 5.0, "allowed": 7.0}
+        return memory | {"seconds": self.each * len(variants), "values": values}
+
+
+def test_a_sample_is_timed_as_the_whole_map(monkeypatch):
+    monkeypatch.setattr(sweep_benchmark, "ENGINE_SAMPLE", 20)
+    variants = [sweep_benchmark.Variant(i, 0, None) for i in range(40)]
+    running = {"engine": Made(0.1), "loop": Made(1.0), "nnsight": Made(2.0)}
+    told = sweep_benchmark.measure(running, variants, 128, rounds=2, sample=8)
+    ran = {way: {*worker.asked[0]} for way, worker in running.items()}
+    assert len(ran["loop"]) == 8 and len(ran["engine"]) == 20
+    assert ran["loop"] == ran["nnsight"] and ran["loop"] < ran["engine"]
+    assert [one["seconds"] for one in told["loop"]] == pytest.approx([40, 40])
+    assert [one["seconds"] for one in told["engine"]] == pytest.approx([4, 4])
+    assert max(sweep_benchmark.off(told).values()) == 0
+    lines, _ = sweep_benchmark.table("a map", 128, told, None)
+    assert "40 variants, 3 together at most; memory 5 MB" in lines[0]
+    assert "20 of 40 run, scaled" in lines[1] and "8 of 40 run, scaled" in lines[2]
+
+
+def test_every_variant_runs_where_a_bound_is_held():
+    variants = [sweep_benchmark.Variant(i, 0, None) for i in range(40)]
+    running = {"engine": Made(0.1), "loop": Made(1.0)}
+    told = sweep_benchmark.measure(running, variants, sweep_benchmark.BOUND_TOKENS, 1, sample=8)
+    assert running["loop"].asked == running["engine"].asked == [variants]
+    lines, held = sweep_benchmark.table("a map", 32, told, 9.9)
+    assert held and not any("scaled" in line for line in lines)
+    assert not sweep_benchmark.table("a map", 32, told, 10.1)[1]
+
+
+def test_the_sweep_bound_is_over_the_fastest_loop():
+    def told(**seconds):
+        return {
+            way.replace("_", ", "): [{"seconds": one} for one in each]
+            for way, each in seconds.items()
+        }
+
+    measured = told(engine=[1, 1, 2], loop=[9, 9, 9], nnsight=[5, 4, 8], nnsight_batched=[1, 1, 1])
+    line, held = sweep_benchmark.verdict(measured, 4.0)
+    assert held and line.strip() == "4.0 over the fastest, 'nnsight'; bound 4: ok"
+    line, held = sweep_benchmark.verdict(measured, 4.1)
+    assert not held and line.endswith("BELOW")
+    assert sweep_benchmark.verdict(measured, None)[1]
+
+
+def test_a_way_without_its_python_is_left_out():
+    found = sweep_benchmark.pythons(None, "there/python")
+    assert found["nnsight"] == found["nnsight, batched"] == "there/python"
+    assert "TransformerLens" not in found and found["loop"] == sweep_benchmark.sys.executable
+
+
+def test_a_sweep_worker_makes_what_it_is_told():
+    variants = sweep_benchmark.maps(SMALL, 6)["heads, last position"]
+    with sweep_benchmark.workers({"engine": sweep_benchmark.sys.executable}, SMALL, 1) as running:
+        told = running["engine"].make(6, variants)
+    assert told["seconds"] > 0 and told["rise"] > 0
+    assert told["values"] == pytest.approx(told_by("engine", variants)["values"], rel=1e-4)
+
+
+def test_a_sweep_worker_that_ends_early_is_named():
+    with pytest.raises(RuntimeError, match="'nnsight' ended early"):
+        sweep_benchmark.Worker("nnsight", {}, 1, sweep_benchmark.sys.executable)
+
+
+def test_growth_has_a_line_for_each_size(monkeypatch):
+    monkeypatch.setattr(sweep_benchmark, "GROWTH", {"num_hidden_layers": (2,)})
+    monkeypatch.setattr(sweep_benchmark, "GROWTH_TOKENS", (4, 6))
+    monkeypatch.setattr(sweep_benchmark, "ENGINE_SAMPLE", 32)
+    monkeypatch.setattr(sweep_benchmark, "workers", lambda *_: nullcontext({"engine": Made(1.0)}))
+    _, *lines = sweep_benchmark.growth(1, 1, SMALL)
+    sizes = [tuple(map(int, line.split()[:3])) for line in lines]
+    assert sizes == [(6, 4, 4), (6, 4, 6), (2, 4, 4)]
+    assert lines[0].split()[3:7] == ["24.000", "s", "of", "24"]  # a second each
+    assert lines[1].split()[-4:] == ["~36.000", "s", "of", "36"]
+    assert lines[2].split()[3:7] == ["8.000", "s", "of", "8"]
+
+
+def test_what_is_left_out_is_said():
+    here = SimpleNamespace(versions={"torch": "1"})
+    lines = list(sweep_benchmark.heading({"engine": here, "loop": here}, 3, 2))
+    said = {line.split("  ")[1]: line for line in lines if line.startswith("  ")}
+    assert "(torch 1)" in said["engine"]
+    assert "LEFT OUT" in said["nnsight"] and "LEFT OUT" not in said["loop"]
