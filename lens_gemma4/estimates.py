@@ -18,7 +18,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_gemma4 import interventions, maps, metrics, plans, sweep
-from lens_gemma4.gradients import START, GradientRun, by_prompt, readings_of, shares, two_runs, wide
+from lens_gemma4.gradients import (
+    START,
+    GradientRun,
+    baselines,
+    by_prompt,
+    readings_of,
+    shares,
+    two_runs,
+    wide,
+)
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import SQUARES, Intervention, Place
 from lens_gemma4.maps import Chosen, Metrics
@@ -134,10 +143,7 @@ def attribution_patch(
     job.replaces = within is None
     hooks = sorted({*job.hooks, START}) if steps > 1 else job.hooks
     other = GradientRun(model, given, hooks).freed()
-    source = {
-        name: Reading(model, {name: one}, other.final, metrics.prompts_of(model, given)).baseline[0]
-        for name, one in job.measured.items()
-    }
+    source = baselines(model, given, other, job.measured)
 
     def change(unit: interventions.Unit, at: Tensor | None) -> Intervention:
         return interventions.replaced(unit, other.values, at, job.basis)
@@ -266,8 +272,7 @@ class _Job:
         self.batch, self.pos = real.shape
         self.each = isinstance(positions, str) and positions == "each"
         self.at = None if self.each else interventions.position_mask(positions, real)
-        first = self.chosen[0].unit
-        sweep._check(model, [interventions.scaled(first, 1.0)])
+        sweep._check(model, [Intervention("", ())])
 
     def gradients(self, steps: int = 1, toward: Tensor | None = None) -> _Gradients:
         """In the base run, or averaged on the way to another."""

@@ -132,6 +132,19 @@ def readings_of(
         return {name: Reading(model, {name: one}, final, prompts) for name, one in measured.items()}
 
 
+@torch.no_grad()
+def baselines(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    run: GradientRun,
+    measured: Mapping[str, Measure],
+) -> dict[str, Float[Tensor, " batch"]]:
+    """Each metric in a run."""
+    prompts = metrics.prompts_of(model, tensors)
+    reading = Reading(model, measured, run.final.detach(), prompts)
+    return dict(zip(measured, reading.baseline, strict=True))
+
+
 def shares(steps: int) -> list[float]:
     """How far along the way from the base run to the other each gradient is taken."""
     return [0.0] if steps == 1 else [(step + 0.5) / steps for step in range(steps)]

@@ -72,18 +72,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plans": {"version", "hooked_model", "interventions", "metrics"},
     "sweep": {"hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "maps": {"hooked_model", "interventions", "metrics", "results", "sweep"},
+    "patch_loop": {"names", "cache", "hooked_model", "interventions", "errors"},
     "patching": {
-        *("names", "cache", "hooked_model", "interventions", "metrics", "results", "sweep"),
-        "errors",
+        *("hooked_model", "interventions", "metrics", "results", "sweep", "patch_loop", "errors"),
     },
     "gradients": {"hooked_model", "metrics", "maps"},
     "estimates": {
         *("hooked_model", "interventions", "metrics", "results", "plans", "sweep", "maps"),
         "gradients",
     },
+    "paths": {
+        *("config", "hooked_model", "interventions", "metrics", "results", "sweep", "maps"),
+        "gradients",
+    },
     "edges": {
-        *("config", "plots", "norms", "model", "hooked_model", "interventions", "metrics"),
-        *("results", "sweep", "maps", "gradients", "estimates"),
+        *("plots", "norms", "model", "hooked_model", "interventions", "metrics", "results"),
+        *("sweep", "maps", "gradients", "estimates", "paths"),
     },
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
