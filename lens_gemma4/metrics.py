@@ -114,7 +114,9 @@ def some_logits(
     read = model.ln_final.plain(stream)
     columns = model.unembedding[words]
     found = (read * columns).sum(-1) if paired or columns.ndim == 1 else read @ columns.T
-    return found if raw else softcap(found, model.cfg.output_logits_soft_cap, own=True)
+    if raw:
+        return found
+    return softcap(found[..., None], model.cfg.output_logits_soft_cap, own=True)[..., 0]
 
 
 # -- metrics ------------------------------------------------------------------------------------------
