@@ -79,16 +79,18 @@ def ablate(
     True
     """
     tensors = model.prepare(prompts, **inputs)
-    chosen = _places(model, tensors, units, layers, positions)
-    given = _Reference(model, tensors, reference, per_position, skip_first, seed)
-    basis = None if within is None else _basis(within, chosen)
     times = draws if isinstance(mode, str) and mode == "resample" else 1
     if times < 1:
         raise ValueError(f"draws is {draws}; at least one is needed")
+    how = {"reference": reference, "per_position": per_position, "skip_first": skip_first}
     variants = []
     for draw in range(times):
-        change = _change(given, mode, chosen, basis, draw)
-        variants += _everywhere(chosen, change, tensors, positions)
+        variants += changes(
+            *(model, tensors, units, layers, mode, positions),
+            **how,
+            seed=seed + draw,
+            within=within,
+        )
     arguments = {
         **_asked(units, layers, positions),
         "mode": mode if isinstance(mode, (str, int, float)) else "tensor",
@@ -110,6 +112,33 @@ def ablate(
         **tensors,
     )
     return found if times == 1 else _each(found, lambda one: _averaged(one, times))
+
+
+def changes(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    units: str | Sequence[Any] = "heads",
+    layers: Sequence[int] | None = None,
+    mode: str | float | Tensor = "zero",
+    positions: Any = "all",
+    *,
+    reference: Any = None,
+    per_position: bool = False,
+    skip_first: bool = True,
+    seed: int = 0,
+    within: Float[Tensor, "*k d"] | None = None,
+) -> list[Intervention]:
+    """What `ablate` runs, one intervention for each unit (and position): to be joined by `&`, or run by `sweep`.
+
+    Args:
+        tensors: a prepared call's, `model.prepare(...)`.
+        units, layers, mode, positions, reference, per_position, skip_first, seed, within: as in `ablate`.
+    """
+    chosen = _places(model, tensors, units, layers, positions)
+    given = _Reference(model, tensors, reference, per_position, skip_first, seed)
+    basis = None if within is None else _basis(within, chosen)
+    change = _change(given, mode, chosen, basis, draw=0)
+    return _everywhere(chosen, change, tensors, positions)
 
 
 def patch(
