@@ -118,14 +118,9 @@ def _run(
     by_metric = found if isinstance(found, dict) else {"": found}
     ends = list(itertools.accumulate((len(part) for part in variants), initial=0))
     return [
-        {name: _part(one, first, last) for name, one in by_metric.items()}
+        {name: one.part(slice(first, last)) for name, one in by_metric.items()}
         for first, last in itertools.pairwise(ends)
     ]
-
-
-def _part(found: SweepResult, first: int, last: int) -> SweepResult:
-    some = slice(first, last)
-    return replace(found, names=found.names[some], at=found.at[some], values=found.values[some])
 
 
 def _variants(

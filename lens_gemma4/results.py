@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,12 @@ class SweepResult:
         means = weights @ self.effect.cpu().T / batch  # [draw variant]
         ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=means.dtype)
         return torch.cat([part.quantile(ends, dim=0) for part in means.split(4096, dim=1)], 1)
+
+    def part(self, chosen: slice) -> SweepResult:
+        """Some of the variants."""
+        return replace(
+            self, names=self.names[chosen], at=self.at[chosen], values=self.values[chosen]
+        )
 
     # -- as a map ---------------------------------------------------------------------------------------
 

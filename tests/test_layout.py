@@ -72,6 +72,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plans": {"version", "hooked_model", "interventions", "metrics"},
     "sweep": {"hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "maps": {"hooked_model", "interventions", "metrics", "results", "sweep"},
+    "pairs": {
+        *("plots", "hooked_model", "interventions", "metrics", "results", "sweep", "maps"),
+    },
+    "selection": {
+        *("plots", "hooked_model", "interventions", "metrics", "results", "sweep", "maps"),
+        "pairs",
+    },
     "patch_loop": {"names", "cache", "hooked_model", "interventions", "errors"},
     "patching": {
         *("hooked_model", "interventions", "metrics", "results", "sweep", "patch_loop", "errors"),
