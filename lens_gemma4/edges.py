@@ -131,6 +131,7 @@ class Edges:
         return f"Edges: {n}, {self.scores.shape[-1]} prompt(s): {self.metric}; largest {best}"
 
 
+@torch.inference_mode(False)
 def edge_attribution(
     model: HookedModel,
     clean: Any,
@@ -249,6 +250,7 @@ class _Scores:
         self.model, self.values, self.differences = model, run.values, differences
         self.gradients, self.final = run.gradients(reading, hooks_of(model.cfg, *_GRADIENTS))
 
+    @torch.no_grad()
     def all(self) -> Float[Tensor, "sender receiver batch"]:
         """Writes are carried up the stream, so that at each reading place they stand as they are read."""
         senders, receivers = len(senders_of(self.model.cfg)), len(receivers_of(self.model.cfg))

@@ -96,6 +96,7 @@ class Estimate(SweepResult):
         return f"Estimate of {n} variants, {batch} prompt(s): {self.metric}; largest {best}; {len(self.verified)} run exactly"
 
 
+@torch.inference_mode(False)
 def attribution_patch(
     model: HookedModel,
     clean: Any,
@@ -164,6 +165,7 @@ def attribution_patch(
     return next(iter(found.values())) if sweep._is_one(metric) else found
 
 
+@torch.inference_mode(False)
 def attribution_ablate(
     model: HookedModel,
     prompts: Any,

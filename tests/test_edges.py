@@ -2,12 +2,14 @@
 
 import doctest
 import math
+import random
 
+import fixtures
 import pytest
 import torch
-from small import hooked, inputs_for
+from small import hooked, inputs_for, randomise
 
-from lens_gemma4 import HookedModel, edges, kl_to_clean, logit_difference, paths, rank
+from lens_gemma4 import HookedConfig, HookedModel, edges, kl_to_clean, logit_difference, paths, rank
 from lens_gemma4.edges import edge_attribution, pull, push
 from lens_gemma4.estimates import attribution_patch
 from lens_gemma4.gradients import START
@@ -285,6 +287,33 @@ def test_a_senders_edges_sum_to_its_own_estimate(case, steps):
         assert not close(found.scores[rows][:, ~mlps].nansum(1), whole[: len(rows)], 1e-3)
 
 
+def test_random_configurations():
+    for seed in range(6):
+        rng = random.Random(seed)
+        config = fixtures.random_config(rng)
+        model = HookedModel(HookedConfig.from_hf(config))
+        randomise(model, seed)
+        model = model.to(torch.float64)
+        clean = fixtures.random_inputs(rng, config)
+        clean = {n: v.double() if v.is_floating_point() else v for n, v in clean.items()}
+        corrupted = {n: v + 0.1 * v.sin() if v.is_floating_point() else v for n, v in clean.items()}
+        ids = clean["input_ids"]
+        words = (ids > 2) & (ids < 80)
+        corrupted["input_ids"] = ids.where(~words, 3 + (ids * 7) % 75)
+        found = edge_attribution(model, clean, corrupted, ASK)
+        heads = attribution_patch(model, clean, corrupted, ASK, positions="all").effect
+        senders, reads = senders_of(model.cfg), receivers_of(model.cfg)
+        rows = [s for s, node in enumerate(senders) if node.kind == "head"]
+        assert close(found.scores[rows].nansum(1), heads), seed
+        slow = Slowly(model, clean, corrupted)
+        for _ in range(3):
+            sender = rng.choice(senders)
+            to = rng.sample([r for r in reads if sender.written <= r.read], 1)
+            got = path_patch(model, clean, corrupted, ASK, sender.name, [r.name for r in to])
+            want, base = slow.patched(sender, to), slow.run([])
+            assert (got.values[0] - want).abs().max() < EXACT * base.abs().max(), (seed, sender, to)
+
+
 def test_norms_are_pushed_and_pulled_as_autograd_does(small):
     norm = small.blocks[0].ln1_post
     x, change, gradient = torch.randn(3, 2, 5, 20, dtype=torch.float64).unbind()
@@ -322,6 +351,21 @@ def test_edges_are_named_listed_drawn_and_verified(small):
     assert torch.allclose(checked.mean()[0], torch.tensor(score, dtype=torch.float64))
     assert -1 <= checked.spearman <= 1 and "8 of 8" in checked.report()
     assert not small.list_hooks()
+
+
+def test_weights_that_are_trained_and_modes_without_gradients_change_nothing(small):
+    quiet = edge_attribution(small, IDS, OTHER, ASK)
+    with torch.inference_mode():
+        inner = edge_attribution(small, IDS, OTHER, ASK)
+    assert torch.equal(inner.scores.nan_to_num(), quiet.scores.nan_to_num())
+    small.requires_grad_(True)
+    try:
+        trained = edge_attribution(small, IDS, OTHER, ASK)
+        assert torch.equal(trained.scores.nan_to_num(), quiet.scores.nan_to_num())
+        assert not trained.scores.requires_grad and not trained.verify(2).exact.values.requires_grad
+        assert all(p.grad is None for p in small.parameters())
+    finally:
+        small.requires_grad_(False)
 
 
 def test_what_has_no_edges(small):
