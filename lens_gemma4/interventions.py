@@ -80,6 +80,11 @@ class Place(NamedTuple):
         """When a forward pass comes by."""
         return self.layer, POINTS.index(self.point)
 
+    @property
+    def ndim(self) -> int:
+        """Axes of the unit's value, `[batch pos ...]`."""
+        return (4 if self.point.startswith("attn.") else 3) - isinstance(self.unit, int)
+
     def of(self, value: Tensor) -> Tensor:
         """This unit of the whole point's value, positions second: of scores and patterns `[batch pos ... kv_pos]`."""
         value = value.transpose(1, 2) if self.point in SQUARES else value
@@ -190,6 +195,26 @@ class Intervention:
         """The same at other positions `[batch pos]`."""
         edits = tuple(replace(edit, positions=positions) for edit in self.edits)
         return Intervention(name or self.name, edits, self.axes | axes)
+
+    def rows(self, rows: slice, batch: int) -> Intervention:
+        """The same for some of the `batch` prompts."""
+
+        def cut(value: Tensor | None, ndim: int = 2) -> Tensor | None:
+            """What broadcasts over prompts stays."""
+            if value is None or value.ndim < ndim or len(value) != batch:
+                return value
+            return value[rows]
+
+        edits = [
+            replace(
+                edit,
+                positions=cut(edit.positions),
+                add=cut(edit.add, edit.where.ndim),
+                sources=cut(edit.sources),
+            )
+            for edit in self.edits
+        ]
+        return Intervention(self.name, tuple(edits), self.axes)
 
     def __and__(self, other: Intervention) -> Intervention:
         """Both together."""

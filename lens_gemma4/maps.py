@@ -409,8 +409,7 @@ class _Reference:
     def _chunks(self) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Some prompts at a time; with media, which are not told apart by row, all at once."""
         batch = len(self.given["input_ids"])
-        by_row = {"input_ids", "attention_mask", "position_ids", "mm_token_type_ids"}
-        if any(v is not None and name not in by_row for name, v in self.given.items()):
+        if any(v is not None and name not in sweep.BY_ROW for name, v in self.given.items()):
             yield slice(0, batch), dict(self.given)
             return
         for i in range(0, batch, CHUNK):
@@ -595,7 +594,7 @@ def _cut(
 # -- results ------------------------------------------------------------------------------------------
 
 
-def _each(found: Any, change: Callable[[SweepResult], SweepResult]) -> Any:
+def _each(found: Any, change: Callable[[SweepResult], Any]) -> Any:
     """A change made to one result, or to that of each metric."""
     if isinstance(found, SweepResult):
         return change(found)

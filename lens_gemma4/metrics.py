@@ -129,15 +129,18 @@ class Slots(NamedTuple):
         prompt, position: where it is.
         clean: the clean run's last stream there.
         next_id: the token that follows; -1 at the end.
+        first: the number of prompt 0 among all prompts, where tokens are given by prompt.
     """
 
     prompt: Int[Tensor, " slot"]
     position: Int[Tensor, " slot"]
     clean: Float[Tensor, "slot d_model"]
     next_id: Int[Tensor, " slot"]
+    first: int = 0
 
     def some(self, chosen: Int[Tensor, " n"]) -> Slots:
-        return Slots(*(part[chosen] for part in self))
+        prompt, position, clean, next_id, first = self
+        return Slots(prompt[chosen], position[chosen], clean[chosen], next_id[chosen], first)
 
 
 class Read:
@@ -154,7 +157,7 @@ class Read:
     def per_row(self, token: Any) -> Int[Tensor, " row"]:
         """An id for each row, from one for all or one for each prompt."""
         ids = torch.as_tensor(token, device=self.slot.device)
-        prompt = self.slots.prompt[self.slot]
+        prompt = self.slots.prompt[self.slot] + self.slots.first
         if ids.is_floating_point() or ids.ndim > 1:
             raise ValueError(f"a token is an id, or ids [batch], got {token!r}")
         if bool((ids < 0).any()) or bool((ids >= self.model.cfg.d_vocab).any()):
@@ -347,11 +350,19 @@ class Prompts(NamedTuple):
     Args:
         real: True on tokens that are no padding.
         next_id, is_target: the token after each, and whether a loss counts it.
+        first, total: the first of them among all prompts, and how many these are.
     """
 
     real: Bool[Tensor, "batch pos"]
     next_id: Int[Tensor, "batch pos"]
     is_target: Bool[Tensor, "batch pos"]
+    first: int = 0
+    total: int | None = None
+
+    def rows(self, rows: slice) -> Prompts:
+        return Prompts(
+            self.real[rows], self.next_id[rows], self.is_target[rows], rows.start, len(self.real)
+        )
 
 
 class Reading:
@@ -385,7 +396,7 @@ class Reading:
             else:
                 prompt, position = where.nonzero(as_tuple=True)
                 at = (prompt, position)
-                slots = Slots(prompt, position, self.final[at], prompts.next_id[at])
+                slots = Slots(prompt, position, self.final[at], prompts.next_id[at], prompts.first)
                 groups.append((where, Group(slots, {i: metric})))
         return [group for _, group in groups]
 
@@ -393,7 +404,14 @@ class Reading:
         if isinstance(metric.positions, str) and metric.positions == "targets":
             where: Tensor | None = prompts.is_target
         else:
-            where = interventions.position_mask(metric.positions, prompts.real.long())
+            positions = metric.positions
+            if (
+                isinstance(positions, Tensor)
+                and positions.ndim == 2
+                and len(positions) == prompts.total
+            ):
+                positions = positions[prompts.first : prompts.first + len(prompts.real)]
+            where = interventions.position_mask(positions, prompts.real.long())
         where = prompts.real if where is None else where
         empty = (~where.any(1)).nonzero()[:, 0].tolist()
         if empty:
@@ -443,6 +461,8 @@ class Reading:
             1, at, torch.arange(at.shape[1], device=at.device).expand_as(at)
         )
         live = (slots.position >= at.min()).nonzero()[:, 0]
+        if clean is not None and not len(live):
+            return clean.expand(-1, variants, -1)
         chosen = slots.some(live)
         x = streams[:, chosen.prompt, column[chosen.prompt, chosen.position]].transpose(0, 1)
         rows = torch.arange(len(live), device=at.device).repeat_interleave(variants)

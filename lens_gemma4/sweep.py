@@ -23,10 +23,13 @@ from lens_gemma4.metrics import Measure, Reading
 from lens_gemma4.results import SweepResult
 from lens_gemma4.variants import Clean, Runner, clean_run
 
-MAX_BYTES = 2**29  # of a batch of variants' largest tensors, on a CPU
+BY_ROW = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
+MAX_BYTES = (
+    2**29
+)  # of a batch of variants' largest tensors, and of what is kept of a clean run, on a CPU
 # A pass of a few rows through a block's weights costs as much as this many rows more: measured at 512 and 2048 wide on
 # two cores, and a guess for cards.
-PASS_ROWS = {"cpu": 32, "cuda": 512}
+PASS_ROWS = {"cpu": 12, "cuda": 512}
 
 
 @torch.no_grad()
@@ -64,24 +67,73 @@ def sweep(
     tensors = model.prepare(prompts, **inputs)
     if tensors.get("input_ids") is None:
         raise ValueError("a sweep needs prompts with ids: give text, ids or a processor's output")
-    clean = clean_run(model, tensors, sorted({e.where.point for v in variants for e in v.edits}))
-    reading = Reading(model, measured, clean.final, metrics.prompts_of(model, tensors))
     plan = plans.record(model, tensors, measured, arguments or {})
-    found = _Sweep(model, clean, reading, variants, batch_size).run(plan, save_to)
+    values, baseline = _by_prompts(model, tensors, variants, measured, plan, batch_size, save_to)
     tokens = _tokens(model, tensors["input_ids"])
     results = {
         name: SweepResult(
             [one.name for one in variants],
             [dict(one.axes) for one in variants],
-            values,
-            baseline,
+            values[i],
+            baseline[i],
             name,
             tokens=tokens,
             plan=plan,
         )
-        for name, values, baseline in zip(measured, found, reading.baseline, strict=True)
+        for i, name in enumerate(measured)
     }
     return next(iter(results.values())) if _is_one(metric) else results
+
+
+def _by_prompts(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    variants: Sequence[Intervention],
+    measured: Mapping[str, Measure],
+    plan: Mapping[str, Any],
+    batch_size: int | None,
+    save_to: str | Path | None,
+) -> tuple[Float[Tensor, "metric variant batch"], Float[Tensor, "metric batch"]]:
+    """Values and baselines, for as many prompts at a time as there is room for the clean run of."""
+    points = sorted({edit.where.point for one in variants for edit in one.edits})
+    prompts = metrics.prompts_of(model, tensors)
+    chunks = _chunks(model, tensors, measured, points)
+    values, baselines = [], []
+    for rows in chunks:
+        part, some, folder = tensors, variants, save_to
+        if len(chunks) > 1:
+            part = {n: v[rows] if isinstance(v, Tensor) else v for n, v in tensors.items()}
+            some = [one.rows(rows, len(prompts.real)) for one in variants]
+            folder = None if save_to is None else Path(save_to) / f"prompts-{rows.start:06}"
+        clean = clean_run(model, part, points)
+        reading = Reading(model, measured, clean.final, prompts.rows(rows))
+        about = {**plan, "rows": [rows.start, rows.stop]}
+        values.append(_Sweep(model, clean, reading, some, batch_size).run(about, folder))
+        baselines.append(reading.baseline)
+    return torch.cat(values, 2), torch.cat(baselines, 1)
+
+
+def _chunks(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    measured: Mapping[str, Measure],
+    points: Sequence[str],
+) -> list[slice]:
+    """Which prompts run together: all of them where pictures or a function of all logits belong to no single prompt."""
+    batch, pos = tensors["input_ids"].shape
+    by_row = all(name in BY_ROW for name, value in tensors.items() if value is not None)
+    if not by_row or any(not isinstance(metric, metrics.Metric) for metric in measured.values()):
+        return [slice(0, batch)]
+    cfg = model.cfg
+    kept = sum(
+        cfg.d_model * (2 + len(points))
+        + 2 * layer.n_key_value_heads * layer.d_head
+        + ("attn.hook_z" in points) * layer.n_heads * layer.d_head
+        + ("mlp.hook_post" in points) * layer.d_mlp
+        for layer in cfg.layers
+    )
+    size = max(1, room(model.device) // (kept * pos * torch.finfo(model.dtype).bits // 8))
+    return [slice(i, min(i + size, batch)) for i in range(0, batch, size)]
 
 
 @torch.no_grad()

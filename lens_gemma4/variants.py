@@ -165,13 +165,13 @@ class Runner:
         z, resid_pre = self._enter(rows, new, "attn.hook_z", z, resid_pre)
         attn = block.ln1_post.plain(product(z.flatten(-2), block.attn.w_o))
         attn, resid_pre = self._enter(rows, new, "hook_attn_out", attn, resid_pre)
-        mid, _ = self._enter(rows, new, "hook_resid_mid", resid_pre + attn)
+        mid, _ = self._enter(rows, new, "hook_resid_mid", attn.add_(resid_pre))
         x = block.ln2.plain(mid)
-        post = gelu(product(x, block.mlp.w_gate)) * product(x, block.mlp.w_in)
+        post = gelu(product(x, block.mlp.w_gate)).mul_(product(x, block.mlp.w_in))
         post, mid = self._enter(rows, new, "mlp.hook_post", post, mid)
         mlp = block.ln2_post.plain(product(post, block.mlp.w_out))
         mlp, mid = self._enter(rows, new, "hook_mlp_out", mlp, mid)
-        out = (mid + mlp) * block.layer_scalar
+        out = mlp.add_(mid).mul_(block.layer_scalar)
         rows.stream, _ = self._enter(rows, new, "hook_resid_post", out)
 
     def _enter(

@@ -197,3 +197,41 @@ def test_a_journal_holds_no_time(model, tmp_path):
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     assert torch.equal(first.done("0"), torch.ones(1, 2, 3)) and first.done("1") is None
+
+
+def test_prompts_in_parts_are_the_same(model, tmp_path, monkeypatch):
+    """So many prompts that their clean run would not fit run some at a time; tokens, masks and values go with their prompts."""
+    ids = torch.randint(3, 80, (5, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = mask[4, 4:] = 0
+    where = torch.zeros(5, 7, dtype=torch.bool)
+    where[torch.arange(5), torch.tensor([1, 2, 3, 4, 2])] = True
+    answers = torch.tensor([7, 8, 9, 10, 11])
+    asked = [logit_difference(answers, 3), kl_to_clean(), log_prob(answers, positions=where)]
+    calls = {
+        "mean": lambda to: ablate(
+            model, ids, asked, mode="mean", positions="last", attention_mask=mask, save_to=to
+        ),
+        "resample": lambda to: ablate(
+            model, ids, asked, units="neurons", layers=[1], mode="resample", save_to=to
+        ),
+        "at": lambda to: ablate(
+            model, ids, asked, units="kv_heads", positions=where, mode=0.5, save_to=to
+        ),
+        "patch": lambda to: patch(model, ids, ids.flip(0), asked, units="mlp", save_to=to),
+        "knockout": lambda to: knockout(
+            model, ids, asked, sources=where, queries="last", renormalise=False, save_to=to
+        ),
+    }
+    whole = {name: call(None) for name, call in calls.items()}
+    monkeypatch.setattr(sweep, "room", lambda device: 45_000)
+    for name, call in calls.items():
+        found = call(tmp_path / name)
+        assert len(list((tmp_path / name).glob("prompts-*"))) > 1, name
+        for metric, one in found.items():
+            assert (one.values - whole[name][metric].values).abs().max() < 1e-12
+            assert (one.baseline - whole[name][metric].baseline).abs().max() < 1e-12
+        assert torch.equal(call(tmp_path / name)[asked[0].name].values, found[asked[0].name].values)
+    sizes = []
+    ablate(model, ids, lambda lg: sizes.append(len(lg)) or lg[:, -1, 7])
+    assert set(sizes) == {5}  # a function of all logits sees all prompts
