@@ -61,12 +61,18 @@ def maps(shape: dict[str, Any], tokens: int) -> dict[str, list[Variant]]:
     }
 
 
-def chosen(way: str, total: int, tokens: int, sample: int) -> list[int]:
-    """Which of a map's variants a way runs: all, or a random part at other lengths; the engine's holds the loops'."""
+def chosen(way: str, variants: list[Variant], tokens: int, sample: int) -> list[int]:
+    """Which variants a way runs: all, or a random part at other lengths; the engine's holds the loops'.
+
+    The engine's part is of whole positions, all blocks of each: it runs together what begins at the same position.
+    """
+    everything = list(range(len(variants)))
     if tokens == BOUND_TOKENS:
-        return list(range(total))
-    order = random.Random(0).sample(range(total), total)
-    return sorted(order[: max(sample, ENGINE_SAMPLE) if way == "engine" else sample])
+        return everything
+    draw = random.Random(0)
+    turn = {p: draw.random() for p in dict.fromkeys(one.position for one in variants)}
+    part = sorted(everything, key=lambda i: turn[variants[i].position])[:ENGINE_SAMPLE]
+    return sorted(part if way == "engine" else draw.sample(part, min(sample, len(part))))
 
 
 # -- processes ------------------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ def measure(
     for turn in range(rounds):
         first = turn % len(names)
         for way in names[first:] + names[:first]:
-            which = chosen(way, len(variants), tokens, sample)
+            which = chosen(way, variants, tokens, sample)
             one = running[way].make(tokens, [variants[i] for i in which])
             one["seconds"] *= len(variants) / len(which)
             told[way].append(one | {"which": which, "total": len(variants)})

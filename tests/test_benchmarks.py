@@ -206,6 +206,15 @@ def test_a_sample_is_timed_as_the_whole_map(monkeypatch):
     assert "20 of 40 run, scaled" in lines[1] and "8 of 40 run, scaled" in lines[2]
 
 
+def test_the_engine_is_given_whole_positions():
+    variants = sweep_benchmark.maps(common.TEXT_MID, 128)["stream, each position"]
+    which = sweep_benchmark.chosen("engine", variants, 128, 32)
+    positions = {variants[i].position for i in which}
+    assert len(which) == sweep_benchmark.ENGINE_SAMPLE == 12 * len(positions)
+    assert max(positions) - min(positions) > 64
+    assert set(sweep_benchmark.chosen("loop", variants, 128, 32)) < set(which)
+
+
 def test_every_variant_runs_where_a_bound_is_held():
     variants = [sweep_benchmark.Variant(i, 0, None) for i in range(40)]
     running = {"engine": Made(0.1), "loop": Made(1.0)}
