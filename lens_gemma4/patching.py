@@ -358,6 +358,6 @@ def __getattr__(name: str) -> NoReturn:
     if name in ("get_act_patch_direct_path", "get_act_patch_direct_path_all_sources"):
         raise Unavailable(
             f"{name} adds a head's own write to one reader's input, and here a norm over all heads stands between (TransformerLens "
-            "refuses such models too): `edges.path_patch(model, clean, corrupted, metric, senders, receivers)` patches the path"
+            "refuses such models too): `paths.path_patch(model, clean, corrupted, metric, senders, receivers)` patches the path"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

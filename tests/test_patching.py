@@ -329,7 +329,7 @@ def test_what_a_cache_lacks_is_named(plain):
 
 def test_paths_are_pointed_elsewhere():
     for name in ("get_act_patch_direct_path", "get_act_patch_direct_path_all_sources"):
-        with pytest.raises(Unavailable, match="path_patch"):
+        with pytest.raises(Unavailable, match=r"paths\.path_patch"):
             getattr(patching, name)
     with pytest.raises(AttributeError, match="has no attribute 'get_act_patch_nothing'"):
         patching.get_act_patch_nothing
