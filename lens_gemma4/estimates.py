@@ -40,7 +40,8 @@ class Estimate(SweepResult):
     """A map's first-order estimate: a `SweepResult` whose `values` are `baseline` plus the estimated effects.
 
     Args:
-        exact: the engine's result for the variants that were run exactly, largest estimate first; None if none was.
+        exact: the engine's result for the variants that were run exactly, largest estimate first; None if none was. A file of
+            its own: `save` keeps the estimates alone.
         verified: which of this result's variants these are.
     """
 
@@ -138,6 +139,7 @@ def attribution_patch(
     >>> len(found.exact.names), found.names[0]
     (10, 'L0H0 @ 0')
     """
+    count = 0 if verify is None else count_of(verify)
     given, base = two_runs(model, clean, corrupted, direction)
     job = _Job(model, base, metric, units, layers, positions, batch_size)
     job.basis = None if within is None else maps._basis(within, job.chosen)
@@ -160,7 +162,7 @@ def attribution_patch(
         "from": given["input_ids"].tolist(),
         "within": None if within is None else "directions",
     }
-    found = job.estimates(gradients, differences, change, arguments, verify)
+    found = job.estimates(gradients, differences, change, arguments, count)
     found = {name: _from_source(one, source[name]) for name, one in found.items()}
     return next(iter(found.values())) if sweep._is_one(metric) else found
 
@@ -207,6 +209,7 @@ def attribution_ablate(
         raise ValueError(
             f"mode is {mode!r}; an estimate is of 'zero', 'mean' or a number to multiply by: for a resample use `attribution_patch`"
         )
+    count = 0 if verify is None else count_of(verify)
     job = _Job(
         model, model.prepare(prompts, **inputs), metric, units, layers, positions, batch_size
     )
@@ -235,7 +238,7 @@ def attribution_ablate(
         "reference": None if reference is None else "given",
         "within": None if within is None else "directions",
     }
-    found = job.estimates(gradients, differences, change, arguments, verify)
+    found = job.estimates(gradients, differences, change, arguments, count)
     return next(iter(found.values())) if sweep._is_one(metric) else found
 
 
@@ -299,10 +302,9 @@ class _Job:
         differences: Mapping[str, Tensor],
         change: Callable[..., Intervention],
         arguments: Mapping[str, Any],
-        verify: str | int | None,
+        count: int,
     ) -> dict[str, Estimate]:
         """For each metric, from the gradients and by how much each point would change, by `change`."""
-        count = 0 if verify is None else count_of(verify)
         plan = plans.record(self.model, self.tensors, self.measured, arguments)
         tokens = sweep._tokens(self.model, self.tensors["input_ids"])
         names, at = self._labels()

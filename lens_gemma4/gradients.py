@@ -62,7 +62,7 @@ class GradientRun:
         moved: list[tuple[Any, Any]] = []
         if toward is not None:
             moved = [(START, lambda value, hook: value + share * (toward - value))]
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             self.final: Float[Tensor, "batch pos d_model"] = model.run_with_hooks(
                 **tensors,
                 fwd_hooks=[*moved, *((hook, self._tap) for hook in hooks)],
@@ -93,7 +93,7 @@ class GradientRun:
             ValueError: the metric has no gradient.
         """
         whole = torch.arange(self.final.shape[1], device=self.final.device)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             value = reading.measure(self.final[None], whole.expand(len(self.final), -1)).sum()
         if not value.requires_grad:
             raise ValueError(
@@ -124,8 +124,8 @@ def readings_of(
     for name, one in measured.items():
         if steps == 1 and isinstance(one, Metric) and one.name == metrics.kl_to_clean().name:
             raise ValueError(
-                f"{name} is at its minimum, 0, in the run that is changed, so its gradient is zero there: use steps=5 or so, another "
-                "metric, or the exact `patch` and `ablate`"
+                f"{name} is at its minimum, 0, in the run that is changed, so its gradient is zero there: use another metric, the exact "
+                "`patch` and `ablate`, or gradients on the way to another run (steps=5 or so, where there is one)"
             )
     prompts = metrics.prompts_of(model, tensors)
     with torch.no_grad():

@@ -160,8 +160,12 @@ def paths_of(model):
         ("L1H0", "logits"),
         ("1_mlp", f"{last}_mlp"),
     ]
-    together = ("L0H1", "L1KV0.k", "L1KV0.v", "1_mlp", f"L{last}H0.q", "logits")
-    return [*((sender, (to,)) for sender, to in alone), (together[0], together[1:])]
+    full = next(b.index for b in model.cfg.layers if b.kind == "full" and b.lender is None)
+    together = [
+        ("L0H1", ("L1KV0.k", "L1KV0.v", "1_mlp", f"L{last}H0.q", "logits")),
+        ("embed", (f"L{full}KV0.v", f"L{full}KV0.k")),  # keys that are values, in either order
+    ]
+    return [*((sender, (to,)) for sender, to in alone), *together]
 
 
 def test_path_patches_are_runs_with_all_else_held(case):
