@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -102,6 +103,50 @@ def _convert_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _map_options(command: argparse.ArgumentParser, units: str, positions: str) -> None:
+    command.add_argument("prompts", metavar="FILE", help="prompts, JSON lines (.jsonl) or .csv")
+    command.add_argument("-o", "--output", required=True, help="the parquet file to write")
+    command.add_argument(
+        "--units", default=units, help="a kind, or names with commas between (default: %(default)s)"
+    )
+    command.add_argument("--layers", help="blocks, with commas between (default: all)")
+    command.add_argument(
+        "--positions",
+        default=positions,
+        help="all, last, each, or numbers with commas between (default: %(default)s)",
+    )
+    command.add_argument(
+        "--metric",
+        default="logit_difference",
+        help="logit_difference, logit, log_prob, prob, rank, kl_to_clean, loss; several with commas between (default: %(default)s)",
+    )
+    command.add_argument("--model", default="tiny", help="a Hub id, a folder, or 'tiny' (default)")
+    command.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    command.add_argument("--batch-size", type=int, help="variants at a time (default: what fits)")
+    command.add_argument(
+        "--top", type=int, default=10, help="variants to print (default: %(default)s)"
+    )
+
+
+def _ablate_options(command: argparse.ArgumentParser) -> None:
+    _map_options(command, "heads", "all")
+    command.add_argument(
+        "--mode", default="zero", help="zero, mean, resample or a factor (default: %(default)s)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of resampling (default: %(default)s)")
+
+
+def _patch_options(command: argparse.ArgumentParser) -> None:
+    _map_options(command, "resid_pre", "each")
+    command.add_argument(
+        "--direction",
+        choices=("denoise", "noise"),
+        default="denoise",
+        help="clean values into the corrupted run, or the other way round (default: %(default)s)",
+    )
+
+
 # Imports stand inside: parsing and help wait for none of them.
 
 
@@ -181,11 +226,61 @@ def _convert(given: argparse.Namespace) -> int:
     return 0
 
 
+def _ablate(given: argparse.Namespace) -> int:
+    mode: str | float = given.mode
+    with contextlib.suppress(ValueError):
+        mode = float(given.mode)
+    return _map("ablate", given, mode=mode, seed=given.seed)
+
+
+def _patch(given: argparse.Namespace) -> int:
+    return _map("patch", given, direction=given.direction)
+
+
+def _map(kind: str, given: argparse.Namespace, **options: Any) -> int:
+    from lens_gemma4 import HookedModel, prompt_files
+
+    in_words = given.positions in ("all", "last", "each")
+    prompt_files.run(
+        kind,
+        given.prompts,
+        given.output,
+        model=HookedModel.from_pretrained(given.model, device=given.device, dtype=given.dtype),
+        metric=given.metric,
+        top=given.top,
+        units=[name.strip() for name in given.units.split(",")]
+        if "," in given.units
+        else given.units,
+        layers=None if given.layers is None else _numbers(given.layers),
+        positions=given.positions if in_words else _numbers(given.positions),
+        batch_size=given.batch_size,
+        **options,
+    )
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of whole numbers with commas between") from None
+
+
 COMMANDS = {
     "demo": (
         "why a model goes on with one token rather than another: tables and a page",
         _demo_options,
         _demo,
+    ),
+    "ablate": (
+        "what a metric is without each head, MLP, neuron, ...: a table for every prompt of a file",
+        _ablate_options,
+        _ablate,
+    ),
+    "patch": (
+        "what a metric is with each value taken from another prompt's run: a table for every pair of a file",
+        _patch_options,
+        _patch,
     ),
     "names": ("the table of hook points, in both vocabularies", _names_options, _names),
     "check": (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -180,8 +181,9 @@ class Intervention:
     edits: tuple[Edit, ...]
     axes: dict[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def stage(self) -> tuple[int, int]:
+        """When a forward pass comes by its first edit."""
         return min(edit.where.stage for edit in self.edits)
 
     def first_position(self) -> int:

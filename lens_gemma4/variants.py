@@ -137,11 +137,15 @@ class Runner:
     def run(self, variants: Sequence[Intervention]) -> Float[Tensor, "variant batch n d_model"]:
         """Last streams at the read positions, in the order given: positions before `start` are not for reading."""
         ordered = sorted(range(len(variants)), key=lambda i: variants[i].stage)
+        begin: dict[tuple[int, str], list[Intervention]] = {}
+        for i in ordered:
+            layer, point = variants[i].stage
+            begin.setdefault((layer, POINTS[point]), []).append(variants[i])
         first = variants[ordered[0]].stage[0]
         d_model, (batch, _) = self.model.cfg.d_model, self.clean.shape
         rows = Rows(self.clean.final.new_empty(0, batch, self.tail.shape[1], d_model))
         for layer in range(first, self.model.cfg.n_layers):
-            new = [variants[i] for i in ordered if variants[i].stage[0] == layer]
+            new = {point: ones for (at, point), ones in begin.items() if at == layer}
             self._block(layer, rows, new)
         back = torch.empty(len(ordered), dtype=torch.long)
         back[ordered] = torch.arange(len(ordered))
@@ -149,11 +153,11 @@ class Runner:
 
     # -- a block ----------------------------------------------------------------------------------------
 
-    def _block(self, layer: int, rows: Rows, new: list[Intervention]) -> None:
-        """Take rows through a block, and in those that begin in it."""
+    def _block(self, layer: int, rows: Rows, new: dict[str, list[Intervention]]) -> None:
+        """Take rows through a block, and in those that begin in it, by the point where they do."""
         block, self.layer = self.model.blocks[layer], layer
         self.at = self.read if layer == self.model.cfg.n_layers - 1 else self.tail
-        early = [one for one in new if POINTS[one.stage[1]] not in ENTRIES]
+        early = [one for point, ones in new.items() if point not in ENTRIES for one in ones]
         if early:
             before = self._of_clean("hook_resid_pre", len(early), self.tail)
             rows.stream = torch.cat([rows.stream, before])
@@ -177,13 +181,13 @@ class Runner:
     def _enter(
         self,
         rows: Rows,
-        new: list[Intervention],
+        new: dict[str, list[Intervention]],
         point: str,
         value: Tensor,
         stream: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows that begin at a point are put to the others, with the stream beside it; then the edits there are made."""
-        here = [one for one in new if POINTS[one.stage[1]] == point]
+        here = new.get(point)
         if here:
             value = torch.cat([value, self._of_clean(point, len(here))])
             if stream is not None:

@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"config", "names", "loading", "hooked_model"},
 }
 # They see everything, and nothing of the package sees them.
-ENTRANCES = {"__init__", "__main__", "demo"}
+ENTRANCES = {"__init__", "__main__", "demo", "prompt_files"}
 NO_TRANSFORMERS = (
     "config",
     "names",
