@@ -1,11 +1,13 @@
 """A TransformerLens-style HookedModel of Gemma 4 12B "unified", bit-identical to transformers."""
 
-from lens_gemma4 import utils
+from lens_gemma4 import patching, utils
 from lens_gemma4.attribution import Attribution, Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.circuits import SVDInterpreter
 from lens_gemma4.config import ConfigError, HookedConfig
+from lens_gemma4.edges import Edges, edge_attribution
 from lens_gemma4.errors import HookNameError, HookShapeError, Unavailable
+from lens_gemma4.estimates import Estimate, attribution_ablate, attribution_patch
 from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.heads import detect_head
 from lens_gemma4.hooked_model import HookedModel
@@ -22,8 +24,11 @@ from lens_gemma4.metrics import (
     prob,
     rank,
 )
+from lens_gemma4.pairs import PairEffects, pair_effects
 from lens_gemma4.patchscopes import Patchscope, patchscope
+from lens_gemma4.paths import path_patch
 from lens_gemma4.results import SweepResult
+from lens_gemma4.selection import greedy, top_k
 from lens_gemma4.tuned_lens import TunedLens, train_tuned_lens
 from lens_gemma4.version import __version__
 
@@ -32,6 +37,8 @@ __all__ = [
     "Attribution",
     "CheckpointError",
     "ConfigError",
+    "Edges",
+    "Estimate",
     "FactoredMatrix",
     "HookNameError",
     "HookPoint",
@@ -40,6 +47,7 @@ __all__ = [
     "HookedModel",
     "HookedRootModule",
     "Lens",
+    "PairEffects",
     "Patchscope",
     "SVDInterpreter",
     "SweepResult",
@@ -48,7 +56,11 @@ __all__ = [
     "Unavailable",
     "__version__",
     "ablate",
+    "attribution_ablate",
+    "attribution_patch",
     "detect_head",
+    "edge_attribution",
+    "greedy",
     "kl_to_clean",
     "knockout",
     "log_prob",
@@ -56,10 +68,14 @@ __all__ = [
     "logit_difference",
     "logit_lens",
     "loss",
+    "pair_effects",
     "patch",
+    "patching",
     "patchscope",
+    "path_patch",
     "prob",
     "rank",
+    "top_k",
     "train_tuned_lens",
     "utils",
 ]
