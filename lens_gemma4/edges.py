@@ -102,27 +102,27 @@ class Edges:
         )
 
     def verify(self, k: int = 50) -> Estimate:
-        """The k largest edges, each patched exactly: an `Estimate` that says how well they were ranked.
+        """The k largest edges, each patched exactly: an `Estimate` of all edges that says how well they were ranked.
 
         Raises:
             ValueError: k is none.
         """
         if k < 1:
             raise ValueError(f"k is {k}; one edge is the fewest")
-        pairs = self._top(k)
+        pairs, there = self._top(k), (~self.mean().isnan()).nonzero()
         exact = self._exact(pairs)
-        values = self.baseline + torch.stack([self.scores[s, r] for s, r in pairs])
+        place = {pair: i for i, pair in enumerate(map(tuple, there.tolist()))}
         return Estimate(
-            exact.names,
-            exact.at,
-            values,
+            [f"{self.senders[s]} -> {self.receivers[r]}" for s, r in place],
+            [{} for _ in place],
+            self.baseline + self.scores[there[:, 0], there[:, 1]],
             self.baseline,
             self.metric,
             self.source,
             exact.tokens,
             exact.plan,
             exact,
-            tuple(range(len(pairs))),
+            tuple(place[pair] for pair in pairs),
         )
 
     def __repr__(self) -> str:
