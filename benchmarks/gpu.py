@@ -1,4 +1,4 @@
-"""The 12B's true shape with random weights: equality with transformers, memory and time, as ratios.
+"""The 12B's true shape with random weights: equality with transformers, memory and time, as ratios; every head ablated.
 
     python benchmarks/gpu.py [--small] [--device cuda] [--dtype bfloat16] [--rounds 7] [-o FILE]
 
@@ -13,7 +13,7 @@ import datetime
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from common import TEXT_SMALL, calm, randomise, ratios
 from torch import Tensor
 
-from lens_gemma4 import HookedModel
+from lens_gemma4 import HookedModel, ablate, logit_difference
 from lens_gemma4 import model as network
 
 TEXT_12B: dict[str, Any] = {
@@ -236,6 +236,66 @@ def costs(
     return lines
 
 
+# -- every head ablated ----------------------------------------------------------------------------------
+
+
+def heads_ablated(hf_model: Any, model: HookedModel, device: str, tokens: int = 32) -> list[str]:
+    """A map of every head zeroed in turn, by the engine and by a loop of hooks over transformers: seconds of each.
+
+    The two round differently, and low precision makes much of it: how far they agree is said by how far a map is from that of
+    the neighbouring heads.
+    """
+    hf_model.set_attn_implementation("sdpa")
+    ids = prompts(model.cfg, device)["text"]["input_ids"][:, :tokens]
+    answer, versus = 7, 9
+
+    def engine() -> Tensor:
+        return ablate(model, ids, logit_difference(answer, versus)).values[:, 0].cpu()
+
+    def loop() -> Tensor:
+        return torch.stack(list(_one_by_one(hf_model, model, ids, answer, versus))).cpu()
+
+    engine(), _one_by_one(hf_model, model, ids, answer, versus).__next__()  # kernels are chosen
+    seconds, maps = {}, {}
+    for name, call in {"engine": engine, "loop": loop}.items():
+        begin = time.perf_counter()
+        maps[name] = call()
+        seconds[name] = time.perf_counter() - begin
+    off = (maps["engine"] - maps["loop"]).abs().mean()
+    apart = (maps["loop"] - maps["loop"].roll(1)).abs().mean()
+    memory = peak(engine, device)
+    return [
+        f"{len(maps['loop'])} heads zeroed, {ids.shape[1]} tokens: engine {seconds['engine']:.2f} s, loop of hooks over transformers "
+        f"{seconds['loop']:.2f} s, {seconds['loop'] / seconds['engine']:.1f} times",
+        f"mean difference of the maps {off:.3g}, of neighbouring heads {apart:.3g}"
+        + ("" if memory is None else f"; engine's peak above the weights {memory:.0f} MB"),
+    ]
+
+
+@torch.no_grad()
+def _one_by_one(
+    hf_model: Any, model: HookedModel, ids: Tensor, answer: int, versus: int
+) -> Iterator[Tensor]:
+    """A run of transformers without each head: its part of what o_proj reads is zeroed."""
+    for i, layer in enumerate(hf_model.model.language_model.layers):
+        width = model.cfg.layer(i).d_head
+        for head in range(model.cfg.n_heads):
+
+            def zero(
+                module: Any, args: Any, at: slice = slice(head * width, (head + 1) * width)
+            ) -> Any:
+                z = args[0].clone()
+                z[..., at] = 0
+                return (z, *args[1:])
+
+            handle = layer.self_attn.o_proj.register_forward_pre_hook(zero)
+            try:
+                logits = hf_model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
+            finally:
+                handle.remove()
+            yield logits[answer] - logits[versus]
+
+
 # -- the report ---------------------------------------------------------------------------------------
 
 
@@ -271,6 +331,8 @@ def report(args: argparse.Namespace, say: Callable[[str], None]) -> bool:
             say(str(rows[-1]))
         for line in costs(hf_model, model, inputs, args.device, args.rounds):
             say(f"{prompt:9} {line}")
+    for line in heads_ablated(hf_model, model, args.device):
+        say(line)
     if on_card(args.device):
         say(f"peak memory in all {torch.cuda.max_memory_allocated() / 2**30:.1f} GB")
     failed = sum(not row.holds for row in rows)
