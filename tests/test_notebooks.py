@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 import lens_gemma4
 
 ROOT = Path(__file__).parent.parent
-LENS, DIRECT = NAMES = ("logit_lens", "direct_logit_attribution")
+LENS, DIRECT, ABLATION = NAMES = ("logit_lens", "direct_logit_attribution", "head_ablation")
 MODEL_LINE = re.compile(r'^MODEL = "tiny"', flags=re.MULTILINE)
 LARGEST = 1_500_000  # bytes of a committed notebook
 
@@ -53,6 +53,26 @@ VALUES = {
         "shrunk": "shrunk['shrunk by 1 %'].tolist()",
         "predicted": "shrunk['predicted'].tolist()",
         "logprob": "[x.item() for x in (by_logprob.sum(), by_logprob.total, by_logprob.actual)]",
+    },
+    ABLATION: {
+        **{name: name for name in "prompts answers others first_name before_names".split()},
+        **{name: name for name in "hook_miss bos_moves length_left country unchanged".split()},
+        **{name: name for name in "apart_before apart_after ks sets curves rest".split()},
+        **{name: name for name in "n_found shared only_needed agreement certain".split()},
+        "values": "{way: one.values.tolist() for way, one in found.items()}",
+        "intervals": "{way: one.interval().tolist() for way, one in found.items()}",
+        "heads": "list(means.index)",
+        "shares": "shares.T.to_dict('list')",
+        "attn_map": "attn_map.tolist()",
+        "last": "table_at_last.to_dict()",
+        "by_group": "by_group.T.to_dict()",
+        "recovered": "recovered.tolist()",
+        "ends": "[patched.source.item(), patched.baseline.item()]",
+        "by_block": "by_block.values[:, 0].tolist()",
+        "by_head": "by_head.values.view(n_layers, -1).tolist()",
+        "twice": "twice.tolist()",
+        "scores": "scores.tolist()",
+        "induction": "induction.T.to_dict()",
     },
 }
 # After everything else: the cell with the sums once more, as if nobody knew of the scalars.
@@ -247,6 +267,245 @@ def test_the_tuned_lens_is_nearer_at_every_block_but_the_last(runs):
 def test_a_patched_country_is_spoken_of(runs):
     works = runs[LENS][1]["works"]
     assert works["true"] >= works["false"] >= 1
+
+
+# -- head ablation ------------------------------------------------------------------------------------
+
+
+def check_ablation(values, rounding):
+    """What holds of any checkpoint."""
+    assert values["hook_miss"] < rounding
+    largest = torch.tensor(values["attn_map"]).abs().max()
+    assert values["before_names"] < min(rounding, 0.2 * largest)
+    assert all(sum(shares) == pytest.approx(1, abs=1e-6) for shares in values["shares"].values())
+    carried = torch.tensor(values["recovered"])[:, values["country"]]
+    assert carried[0] == pytest.approx(1, abs=rounding)
+    assert values["recovered"][0][-1] == pytest.approx(0, abs=rounding)
+    assert values["apart_after"] < rounding < values["apart_before"]
+    assert 0.5 < values["length_left"] < 2
+    assert values["unchanged"]
+    for kind, some in values["sets"].items():
+        draws = len(some) // len(values["ks"])
+        assert [len(names) for names in some] == [k for k in values["ks"] for _ in range(draws)]
+        assert kind != "of the rest" or set().union(*some) <= set(values["rest"])
+    found = {name for some in list(values["sets"].values())[:2] for names in some for name in names}
+    assert values["rest"] and not found & set(values["rest"])
+
+
+def test_ablation_holds_together_on_the_shipped_checkpoint(runs):
+    check_ablation(runs[ABLATION][1], rounding=1e-4)
+
+
+def test_ablation_holds_together_after_changing_one_line(other, tmp_path):
+    check_ablation(run(ABLATION, tmp_path, model=other)[1], rounding=0.1)
+
+
+def asked(model, values, hooks=()):
+    """The notebook's question, by hooks: receiver minus giver, `[prompt]`."""
+    tokens = model.to_tokens(values["prompts"])
+    logits = model.run_with_hooks(tokens, fwd_hooks=list(hooks))[:, -1]
+    rows = range(len(tokens))
+    return logits[rows, values["answers"]] - logits[rows, values["others"]]
+
+
+def kept(model, values, name):
+    return model.run_with_cache(model.to_tokens(values["prompts"]), names_filter=[name])[1][name]
+
+
+def put(heads, new):
+    """A hook that puts something in the place of heads' z."""
+
+    def edit(z, hook):
+        z[:, :, heads] = new
+
+    return edit
+
+
+def place_of(name):
+    return map(int, re.fullmatch(r"L(\d+)[HKV]+(\d+)", name).groups())
+
+
+def close(found, wanted, to=1e-3):
+    return torch.tensor(found) == pytest.approx(wanted, abs=to)
+
+
+@pytest.mark.parametrize("name", ["L0H2", "L5H0", "L1H1"])
+def test_each_way_of_ablation_is_what_hooks_make_of_it(name, runs, tiny_model):
+    values = runs[ABLATION][1]
+    layer, head = place_of(name)
+    point = f"blocks.{layer}.attn.hook_z"
+    z = kept(tiny_model, values, point)[:, :, head]  # [prompt pos d_head]
+    found = {way: each[values["heads"].index(name)] for way, each in values["values"].items()}
+
+    def instead(new):
+        return asked(tiny_model, values, [(point, put(head, new))])
+
+    own = {
+        "zero": instead(0),
+        "mean": instead(z[:, 1:].mean((0, 1))),
+        "mean by position": instead(z.mean(0)),
+    }
+    for way, wanted in own.items():
+        assert close(found[way], wanted)
+        assert not any(close(found[w], wanted, to=0.01) for w in found if w != way)
+    assert values["bos_moves"] > 0.01
+    # Every other prompt's, in turn: a mean of some of these lies between the least and the largest.
+    donors = torch.stack([instead(z.roll(i, 0)) for i in range(1, len(z))])  # [donor prompt]
+    low, high = donors.min(0).values - 1e-3, donors.max(0).values + 1e-3
+    drawn, zeroed = (torch.tensor(found[way]) for way in ("resample", "zero"))
+    assert ((low <= drawn) & (drawn <= high)).all()
+    assert not ((low <= zeroed) & (zeroed <= high)).all()
+
+
+def test_intervals_are_those_of_another_bootstrap(runs, tiny_model):
+    values = runs[ABLATION][1]
+    clean = asked(tiny_model, values)
+    generator = torch.Generator().manual_seed(7)
+    for way, each in values["values"].items():
+        effect = torch.tensor(each) - clean  # [head prompt]
+        chosen = torch.randint(effect.shape[1], (2000, effect.shape[1]), generator=generator)
+        own = effect[:, chosen].mean(-1).quantile(torch.tensor([0.025, 0.975]), dim=1)
+        found = torch.tensor(values["intervals"][way])
+        width = (own[1] - own[0]).clamp(min=1e-3)
+        assert ((found - own).abs() < 0.25 * width).all()
+        spread = effect.quantile(torch.tensor([0.025, 0.975]), dim=1)  # the control: of prompts
+        assert not ((found - spread).abs() < 0.25 * width).all()
+    low, high = torch.tensor(values["intervals"]["resample"])
+    sure = ((low > 0) | (high < 0)).tolist()
+    assert values["certain"] == [n for n, some in zip(values["heads"], sure, strict=True) if some]
+    assert 0 < len(values["certain"]) < len(sure)
+
+
+def test_the_head_that_the_ways_disagree_on_says_little_of_the_prompt(runs, tiny_model):
+    values = runs[ABLATION][1]
+    clean = asked(tiny_model, values).mean()
+    effects = {
+        way: dict(zip(values["heads"], (torch.tensor(each).mean(1) - clean).tolist(), strict=True))
+        for way, each in values["values"].items()
+    }
+    shares, zero, resample = values["shares"], effects["zero"], effects["resample"]
+    apart = max(shares, key=lambda name: abs(zero[name] - resample[name]))
+    assert apart == "L0H2" and abs(resample[apart]) < 0.1 * abs(zero[apart])
+    assert abs(resample["L5H0"]) > abs(zero["L5H0"])  # and one that says much
+    for name, wanted in ((apart, True), ("L5H0", False)):
+        layer, head = place_of(name)
+        z = kept(tiny_model, values, f"blocks.{layer}.attn.hook_z")[:, 1:, head].double()
+        square = z.square().sum(-1).mean()
+        by_prompt = z.var(0, correction=0).sum(-1).mean() / square
+        assert shares[name][2] == pytest.approx(by_prompt.item(), abs=1e-5)
+        assert (by_prompt < 0.1) == wanted
+        varies = z.flatten(0, 1).var(0, correction=0).sum() / square
+        assert sum(shares[name][1:]) == pytest.approx(varies.item(), abs=1e-5)
+
+
+def test_what_heads_do_at_the_last_position_is_told_from_the_rest(runs):
+    last = runs[ABLATION][1]["last"]
+    assert last["last position"]["L5H0"] == pytest.approx(last["everywhere"]["L5H0"], abs=0.1)
+    assert abs(last["last position"]["L1H1"]) < 0.05 < 0.2 < abs(last["everywhere"]["L1H1"])
+
+
+def test_a_group_is_its_heads_together_and_not_their_sum(runs, tiny_model):
+    values = runs[ABLATION][1]
+    clean = asked(tiny_model, values)
+    assert len(values["by_group"]) == 6 * 2 + 2
+    for name in ("L3KV0", "L7KV0", "L1KV1"):
+        layer, group = place_of(name)
+        size = 4 if layer in (3, 7) else 2
+        point, heads = f"blocks.{layer}.attn.hook_z", range(group * size, (group + 1) * size)
+        together = asked(tiny_model, values, [(point, put(slice(heads.start, heads.stop), 0))])
+        each = [asked(tiny_model, values, [(point, put(head, 0))]) - clean for head in heads]
+        row = values["by_group"][name]
+        assert row["heads"] == size and row["block"] == ("full" if size == 4 else "sliding")
+        assert row["together"] == pytest.approx((together - clean).mean().item(), abs=1e-3)
+        assert row["sum of its heads"] == pytest.approx(sum(each).mean().item(), abs=1e-3)
+        assert abs(row["together"] - row["sum of its heads"]) > 0.3
+    assert values["length_left"] == pytest.approx(1, abs=0.1)
+
+
+def test_patching_and_knockout_are_what_hooks_make_of_them(runs, tiny_model):
+    values, country = runs[ABLATION][1], 4
+    clean, corrupted = (f"The capital of {name} is" for name in ("France", "Italy"))
+    ids = [tiny_model.to_single_token(word) for word in (" Paris", " Rome")]
+
+    def difference(prompt, hooks=()):
+        logits = tiny_model.run_with_hooks(prompt, fwd_hooks=list(hooks))[0, -1]
+        return (logits[ids[0]] - logits[ids[1]]).item()
+
+    source, base = ends = [difference(clean), difference(corrupted)]
+    assert values["ends"] == pytest.approx(ends, abs=1e-3) and values["country"] == country
+    for layer, pos in ((2, country), (2, 5), (7, country)):
+        point = f"blocks.{layer}.hook_resid_pre"
+        stream = tiny_model.run_with_cache(clean, names_filter=[point])[1][point]
+
+        def swap(value, hook, stream=stream, pos=pos):
+            value[:, pos] = stream[:, pos]
+
+        way = (difference(corrupted, [(point, swap)]) - base) / (source - base)
+        assert values["recovered"][layer][pos] == pytest.approx(way, abs=1e-4)
+        assert 0.1 < way < 0.9
+
+    def blind(heads, renormalise=True):
+        def edit(value, hook):
+            value[:, heads, -1, country] = torch.finfo(value.dtype).min if renormalise else 0
+
+        return edit
+
+    for layer, head in ((1, 1), (7, 2)):
+        scores, pattern = (
+            f"blocks.{layer}.attn.hook_{kind}" for kind in ("attn_scores", "pattern")
+        )
+        wanted = difference(clean, [(scores, blind(slice(None)))])
+        other = difference(clean, [(pattern, blind(slice(None), renormalise=False))])
+        assert values["by_block"][layer] == pytest.approx(wanted, abs=1e-3)
+        assert abs(wanted - other) > 0.05 and abs(wanted - source) > 1  # the controls
+        wanted = difference(clean, [(scores, blind(head))])
+        assert values["by_head"][layer][head] == pytest.approx(wanted, abs=1e-3)
+
+
+def test_induction_heads_are_found_and_confirmed(runs, tiny_model):
+    values = runs[ABLATION][1]
+    tokens = torch.tensor(values["twice"])  # [row pos]
+    length = tokens.shape[1] // 2
+    at = range(length + 1, 2 * length)
+    names = [f"blocks.{i}.attn.hook_pattern" for i in range(8)]
+    _, cache = tiny_model.run_with_cache(tokens, names_filter=names)
+    # The last position too has a place to look at, and no token after it.
+    patterns = torch.stack([cache[name] for name in names])  # [layer row head pos kv_pos]
+    seen = [patterns[..., q, q - length + 1] for q in (*at, 2 * length)]
+    scores = torch.stack(seen).mean((0, 2))  # [layer head]
+    assert close(values["scores"], scores, to=1e-4)
+    duplicate = torch.stack([patterns[..., q, q - length] for q in at]).mean((0, 2))
+    assert not close(values["scores"], duplicate, to=0.1)  # the control: one position beside
+    strongest = scores.flatten().argsort(descending=True)[: values["n_found"]].tolist()
+    assert {i // 4 for i in strongest} == {3, 7} and len(strongest) == 8
+
+    def log_prob(names):
+        def emptied(name):
+            layer, head = place_of(name)
+            z = clean[f"blocks.{layer}.attn.hook_z"]
+            return f"blocks.{layer}.attn.hook_z", put(head, z[:, 1:, head].mean((0, 1)))
+
+        logits = tiny_model.run_with_hooks(tokens, fwd_hooks=[emptied(name) for name in names])
+        return sum(
+            logits[:, p].log_softmax(-1).gather(1, tokens[:, p + 1, None]).mean().item() for p in at
+        ) / len(at)
+
+    points = [name.replace("pattern", "z") for name in names]
+    _, clean = tiny_model.run_with_cache(tokens, names_filter=points)
+    found, others = (values["sets"][kind][-1] for kind in ("induction heads", "of the rest"))
+    assert sorted(found) == sorted(f"L{i // 4}H{i % 4}" for i in strongest)
+    before, without = log_prob([]), log_prob(found)
+    curves = values["curves"]
+    assert curves["induction heads"][-1] == pytest.approx(without - before, abs=0.02)
+    # Together they are the repeating itself; one of them alone, or as many others, hardly matter.
+    assert without - before < -5 < -0.5 < log_prob(others) - before
+    assert curves["of the rest"][-1] > -0.5 and abs(curves["induction heads"][0]) < 0.05
+    # By what the right token's logit loses, the strongest by score are the strongest by effect, but for one.
+    logit = {name: row["logit"] for name, row in values["induction"].items()}
+    needed = sorted(logit, key=logit.get)[:8]
+    assert len({*found} & {*needed}) == len(values["shared"]) >= 7
+    assert values["only_needed"] == [name for name in needed if name not in found]
+    assert values["agreement"]["logit"] > 0.6 > values["agreement"]["log-probability"] + 0.1
 
 
 # -- these checks can fail ----------------------------------------------------------------------------
