@@ -12,9 +12,10 @@ from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.heads import detect_head
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
+from lens_gemma4.knockouts import knockout
 from lens_gemma4.lenses import Lens, logit_lens
 from lens_gemma4.loading import CheckpointError
-from lens_gemma4.maps import ablate, knockout, patch
+from lens_gemma4.maps import ablate, patch
 from lens_gemma4.metrics import (
     kl_to_clean,
     log_prob,

@@ -29,8 +29,7 @@ from lens_gemma4.gradients import (
 )
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention
-from lens_gemma4.maps import Metrics
-from lens_gemma4.metrics import Reading
+from lens_gemma4.metrics import Metrics, Reading
 from lens_gemma4.model import Block
 from lens_gemma4.norms import RMSNorm
 from lens_gemma4.paths import WRITES, hooks_of, path_patched, receivers_of, senders_of
@@ -163,7 +162,7 @@ def edge_attribution(
     (['embed', 'L0H0'], 'logits', 5)
     """
     given, base = two_runs(model, clean, corrupted, direction)
-    sweep._check(model, [Intervention("", ())])
+    sweep.check(model, [Intervention("", ())])
     measured = metrics.named(metric)
     if len(measured) > 1:
         raise ValueError(f"edges are of one metric, got {list(measured)}")

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_gemma4 import interventions, maps, metrics, plans, sweep
+from lens_gemma4 import changes, interventions, metrics, plans, sweep
+from lens_gemma4.changes import Chosen
 from lens_gemma4.gradients import (
     START,
     GradientRun,
@@ -30,8 +31,7 @@ from lens_gemma4.gradients import (
 )
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import SQUARES, Intervention, Place
-from lens_gemma4.maps import Chosen, Metrics
-from lens_gemma4.metrics import Reading
+from lens_gemma4.metrics import Metrics, Reading
 from lens_gemma4.results import SweepResult
 
 
@@ -142,7 +142,7 @@ def attribution_patch(
     count = 0 if verify is None else count_of(verify)
     given, base = two_runs(model, clean, corrupted, direction)
     job = _Job(model, base, metric, units, layers, positions, batch_size)
-    job.basis = None if within is None else maps._basis(within, job.chosen)
+    job.basis = None if within is None else changes.basis_of(within, job.chosen)
     job.replaces = within is None
     hooks = sorted({*job.hooks, START}) if steps > 1 else job.hooks
     other = GradientRun(model, given, hooks).freed()
@@ -156,7 +156,7 @@ def attribution_patch(
         hook: wide(other.values[hook]) - wide(gradients.values[hook]) for hook in job.hooks
     }
     arguments = {
-        **maps._asked(units, layers, positions),
+        **changes.asked(units, layers, positions),
         "estimate": f"first order, {steps} step(s)",
         "direction": direction,
         "from": given["input_ids"].tolist(),
@@ -164,7 +164,7 @@ def attribution_patch(
     }
     found = job.estimates(gradients, differences, change, arguments, count)
     found = {name: _from_source(one, source[name]) for name, one in found.items()}
-    return next(iter(found.values())) if sweep._is_one(metric) else found
+    return next(iter(found.values())) if metrics.is_one(metric) else found
 
 
 @torch.inference_mode(False)
@@ -213,8 +213,8 @@ def attribution_ablate(
     job = _Job(
         model, model.prepare(prompts, **inputs), metric, units, layers, positions, batch_size
     )
-    job.basis = None if within is None else maps._basis(within, job.chosen)
-    taken = maps._Reference(model, job.tensors, reference, per_position, skip_first, seed=0)
+    job.basis = None if within is None else changes.basis_of(within, job.chosen)
+    taken = changes.Reference(model, job.tensors, reference, per_position, skip_first, seed=0)
     means = taken.means(job.chosen) if mode == "mean" else None
     factor = float(mode) if isinstance(mode, (int, float)) else 0.0
     job.replaces = within is None and factor == 0.0
@@ -230,7 +230,7 @@ def attribution_ablate(
         for hook, value in gradients.values.items()
     }
     arguments = {
-        **maps._asked(units, layers, positions),
+        **changes.asked(units, layers, positions),
         "estimate": "first order",
         "mode": mode,
         "per_position": per_position,
@@ -239,7 +239,7 @@ def attribution_ablate(
         "within": None if within is None else "directions",
     }
     found = job.estimates(gradients, differences, change, arguments, count)
-    return next(iter(found.values())) if sweep._is_one(metric) else found
+    return next(iter(found.values())) if metrics.is_one(metric) else found
 
 
 @dataclass
@@ -269,15 +269,15 @@ class _Job:
     ) -> None:
         self.model, self.tensors, self.batch_size = model, tensors, batch_size
         self.measured = metrics.named(metric)
-        self.chosen: list[Chosen] = maps._places(model, tensors, units, layers, positions)
-        self.hooks = maps._hooks(self.chosen)
+        self.chosen: list[Chosen] = changes.places(model, tensors, units, layers, positions)
+        self.hooks = changes.hooks_of(self.chosen)
         self.basis: Tensor | None = None
         self.replaces = True  # with values of their own, not multiples of what is there
-        real = maps._real(tensors)
+        real = changes.real_of(tensors)
         self.batch, self.pos = real.shape
         self.each = isinstance(positions, str) and positions == "each"
         self.at = None if self.each else interventions.position_mask(positions, real)
-        sweep._check(model, [Intervention("", ())])
+        sweep.check(model, [Intervention("", ())])
 
     def gradients(self, steps: int = 1, toward: Tensor | None = None) -> _Gradients:
         """In the base run, or averaged on the way to another."""
@@ -306,7 +306,7 @@ class _Job:
     ) -> dict[str, Estimate]:
         """For each metric, from the gradients and by how much each point would change, by `change`."""
         plan = plans.record(self.model, self.tensors, self.measured, arguments)
-        tokens = sweep._tokens(self.model, self.tensors["input_ids"])
+        tokens = sweep.tokens_of(self.model, self.tensors["input_ids"])
         names, at = self._labels()
         found = {}
         for name, reading in gradients.readings.items():

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import maps, metrics
+from lens_gemma4 import changes, metrics
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.metrics import Logits, Measure, Metric, Reading
 
@@ -34,7 +34,7 @@ def two_runs(
             raise ValueError(
                 "patching needs prompts with ids: give text, ids or a processor's output"
             )
-    maps._same_shape(given, base)
+    changes.same_shape(given, base)
     return given, base
 
 

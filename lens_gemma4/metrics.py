@@ -284,9 +284,10 @@ def _picked(values: Float[Tensor, "row d_vocab"], ids: Int[Tensor, " row"]) -> T
 
 
 Measure = Metric | Callable[[Logits], Any]
+Metrics = Measure | Sequence[Measure] | Mapping[str, Measure]
 
 
-def named(metric: Measure | Sequence[Measure] | Mapping[str, Measure]) -> dict[str, Measure]:
+def named(metric: Metrics) -> dict[str, Measure]:
     """Metrics by name: one, a list, or a dictionary with names of your own.
 
     Raises:
@@ -307,6 +308,11 @@ def named(metric: Measure | Sequence[Measure] | Mapping[str, Measure]) -> dict[s
     if not found:
         raise ValueError("there is no metric to measure")
     return found
+
+
+def is_one(metric: Metrics) -> bool:
+    """Whether it is one metric, not several."""
+    return isinstance(metric, Metric) or callable(metric)
 
 
 def name_of(metric: Measure) -> str:

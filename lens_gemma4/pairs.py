@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_gemma4 import maps, sweep
+from lens_gemma4 import changes, sweep
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention, Unit
-from lens_gemma4.maps import Metrics
+from lens_gemma4.metrics import Metrics
 from lens_gemma4.results import SweepResult
 
 One = TypeVar("One", Unit, Intervention)
@@ -135,14 +135,14 @@ def pair_effects(
     one_metric(metric)
     tensors = model.prepare(prompts, **inputs)
     how = how_changed(reference, per_position, skip_first, seed, within)
-    single = maps.changes(model, tensors, units, layers, mode, positions, **how)
+    single = changes.changes(model, tensors, units, layers, mode, positions, **how)
     if len(single) < 2:
         raise ValueError(f"{single[0].name} is the only unit: a pair takes two")
     found = sweep.sweep(
         *(model, None, [*single, *pairs(single)], metric),
         batch_size=batch_size,
         save_to=save_to,
-        arguments={**maps._asked(units, layers, positions), "pairs": True},
+        arguments={**changes.asked(units, layers, positions), "pairs": True},
         **tensors,
     )
     n = len(single)

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -32,7 +31,7 @@ def generic_activation_patch(
     patch_setter: Setter,
     activation_name: str,
     index_axis_names: Sequence[str] | None = None,
-    index_df: pd.DataFrame | None = None,
+    index_df: Any = None,
     return_index_df: bool = False,
     **inputs: Any,
 ) -> Any:
@@ -130,15 +129,15 @@ def _has(model: HookedModel, activation: str, index: Sequence[int], axes: Sequen
     return heads > 0 and all(head < heads for head in chosen)
 
 
-def make_df_from_ranges(
-    column_max_ranges: Sequence[int], column_names: Sequence[str]
-) -> pd.DataFrame:
+def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
     """Every combination of indices, the last column's running first.
 
     >>> make_df_from_ranges([2, 2], ["layer", "pos"]).values.tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
     cells = list(itertools.product(*map(range, column_max_ranges)))
+    import pandas as pd
+
     return pd.DataFrame(cells, columns=list(column_names))
 
 

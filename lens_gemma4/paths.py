@@ -22,8 +22,7 @@ from lens_gemma4.config import HookedConfig
 from lens_gemma4.gradients import START, two_runs, wide
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Edit, Intervention, Place
-from lens_gemma4.maps import Metrics
-from lens_gemma4.metrics import Measure
+from lens_gemma4.metrics import Measure, Metrics
 from lens_gemma4.results import SweepResult
 
 # -- the graph ----------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ def path_patch(
             f"{late[0][0].name} writes after {_joined(to)} read{'s' if len(to) == 1 else ''}: there is no path"
         )
     found = path_patched(model, given, base, metrics.named(metric), pairs, batch_size)
-    return next(iter(found.values())) if sweep._is_one(metric) else found
+    return next(iter(found.values())) if metrics.is_one(metric) else found
 
 
 def _joined(nodes: Sequence[Node]) -> str:
@@ -197,7 +196,7 @@ def path_patched(
     pairs: Sequence[tuple[Node, Sequence[Node]]],
     batch_size: int | None,
 ) -> dict[str, SweepResult]:
-    sweep._check(model, [Intervention("", ())])
+    sweep.check(model, [Intervention("", ())])
     writes = [START, *hooks_of(model.cfg, *WRITES)]
     read = hooks_of(model.cfg, "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "attn.hook_v")
     other, source = sweep.run_once(model, given, measured, writes)

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lens_gemma4 import interventions, maps, sweep
+from lens_gemma4 import changes, interventions, maps, sweep
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention
-from lens_gemma4.maps import Metrics
+from lens_gemma4.metrics import Metrics
 from lens_gemma4.pairs import how_changed, one_metric
 from lens_gemma4.results import SweepResult
 
@@ -178,7 +178,7 @@ def top_k(
         kept, removed = curve.get("kept"), curve.get("removed")
         return Curves(list(ks), names, kept, removed, one.baseline, empty, one.metric)
 
-    return maps._each(swept, curves)
+    return maps.each_of(swept, curves)
 
 
 def _changed(
@@ -223,8 +223,8 @@ def _again(
         positions = "all" if each or picture else _positions_of(found)
     units = [name.split(" @ ")[0] for name in found.names]
     asked: Any = picture[0] if picture else list(dict.fromkeys(units))
-    made = maps.changes(model, tensors, asked, None, mode, positions, **how)
-    by_name, real = {one.name: one for one in made}, maps._real(tensors)
+    made = changes.changes(model, tensors, asked, None, mode, positions, **how)
+    by_name, real = {one.name: one for one in made}, changes.real_of(tensors)
     missing = [unit for unit in units if unit not in by_name]
     if missing:
         raise ValueError(f"the map has {missing[0]!r}, which these prompts do not have")
@@ -341,7 +341,7 @@ def greedy(
     _strength(torch.zeros(1), goal)  # refuse another word before anything runs
     tensors = model.prepare(prompts, **inputs)
     how = how_changed(reference, per_position, skip_first, seed, within)
-    single = maps.changes(model, tensors, units, layers, mode, positions, **how)
+    single = changes.changes(model, tensors, units, layers, mode, positions, **how)
     if not 1 <= k <= len(single):
         raise ValueError(f"k is {k}; it is from 1 to {len(single)}, the number of units")
     chosen: list[Intervention] = []
@@ -352,7 +352,10 @@ def greedy(
             *(model, None, [joined(one.name, [*chosen, one], one.axes) for one in rest], metric),
             batch_size=batch_size,
             save_to=None if save_to is None else Path(save_to) / f"{step:03}",
-            arguments={**maps._asked(units, layers, positions), "after": [c.name for c in chosen]},
+            arguments={
+                **changes.asked(units, layers, positions),
+                "after": [c.name for c in chosen],
+            },
             **tensors,
         )
         best = _ranked(swept, goal)[0]

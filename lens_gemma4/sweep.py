@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lens_gemma4 import metrics, plans
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention
-from lens_gemma4.metrics import Measure, Reading
+from lens_gemma4.metrics import Measure, Metrics, Reading
 from lens_gemma4.results import SweepResult
 from lens_gemma4.variants import Clean, Runner, clean_run
 
@@ -37,7 +37,7 @@ def sweep(
     model: HookedModel,
     prompts: Any,
     variants: Sequence[Intervention],
-    metric: Measure | Sequence[Measure] | Mapping[str, Measure],
+    metric: Metrics,
     *,
     batch_size: int | None = None,
     save_to: str | Path | None = None,
@@ -60,7 +60,7 @@ def sweep(
         ValueError: no variants; hooks or skipped blocks on the model; a folder of another sweep.
         HookNameError: a point that this model does not have.
     """
-    _check(model, variants)
+    check(model, variants)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; a batch has one variant at least")
     measured = metrics.named(metric)
@@ -69,7 +69,7 @@ def sweep(
         raise ValueError("a sweep needs prompts with ids: give text, ids or a processor's output")
     plan = plans.record(model, tensors, measured, arguments or {})
     values, baseline = _by_prompts(model, tensors, variants, measured, plan, batch_size, save_to)
-    tokens = _tokens(model, tensors["input_ids"])
+    tokens = tokens_of(model, tensors["input_ids"])
     results = {
         name: SweepResult(
             [one.name for one in variants],
@@ -82,7 +82,7 @@ def sweep(
         )
         for i, name in enumerate(measured)
     }
-    return next(iter(results.values())) if _is_one(metric) else results
+    return next(iter(results.values())) if metrics.is_one(metric) else results
 
 
 def _by_prompts(
@@ -150,11 +150,7 @@ def run_once(
     return kept, dict(zip(measured, reading.baseline, strict=True))
 
 
-def _is_one(metric: Any) -> bool:
-    return isinstance(metric, metrics.Metric) or callable(metric)
-
-
-def _check(model: HookedModel, variants: Sequence[Intervention]) -> None:
+def check(model: HookedModel, variants: Sequence[Intervention]) -> None:
     """Refuse what would be half applied, or at a point that is not there."""
     if not variants:
         raise ValueError("there are no variants to run")
@@ -173,7 +169,7 @@ def _check(model: HookedModel, variants: Sequence[Intervention]) -> None:
         model.hook_point(hook)
 
 
-def _tokens(model: HookedModel, ids: Tensor) -> list[list[str]] | None:
+def tokens_of(model: HookedModel, ids: Tensor) -> list[list[str]] | None:
     """Each prompt's tokens as text, where there is a tokenizer."""
     if model.tokenizer is None:
         return None

@@ -7,10 +7,11 @@ import torch
 from small import hooked, inputs_for
 
 from lens_gemma4 import HookedModel, estimates, kl_to_clean, log_prob, logit_difference, rank
+from lens_gemma4.changes import picture_units
 from lens_gemma4.estimates import Estimate, attribution_ablate, attribution_patch, count_of
 from lens_gemma4.gradients import two_runs
 from lens_gemma4.interventions import UNITS, Edit, position_mask, replaced, scaled, units_of
-from lens_gemma4.maps import ablate, patch, picture_units
+from lens_gemma4.maps import ablate, patch
 from lens_gemma4.sweep import sweep
 
 SHARE = 1e-5  # of the way: errors of slopes from both sides are about its square
@@ -315,7 +316,7 @@ def variants_of(model, base, names, mode, per_position):
         raise StopIteration
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(estimates.maps.sweep, "sweep", catch)
+        patched.setattr(estimates.sweep, "sweep", catch)
         with pytest.raises(StopIteration):
             ablate(model, None, ASK, units=names, mode=mode, per_position=per_position, **base)
     return made

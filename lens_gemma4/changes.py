@@ -1,0 +1,299 @@
+"""What a map changes: units of a kind or by name, and what takes their place, as one intervention each.
+
+`maps`, `knockouts`, estimates and circuits are made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_gemma4 import interventions, sweep
+from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.interventions import SQUARES, Intervention, Place, Unit
+
+PICTURES = ("patches", "images")
+CHUNK = 16  # prompts of a reference that run at a time
+
+Change = Callable[[Unit, Tensor | None], Intervention]
+
+
+def changes(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    units: str | Sequence[Any] = "heads",
+    layers: Sequence[int] | None = None,
+    mode: str | float | Tensor = "zero",
+    positions: Any = "all",
+    *,
+    reference: Any = None,
+    per_position: bool = False,
+    skip_first: bool = True,
+    seed: int = 0,
+    within: Float[Tensor, "*k d"] | None = None,
+) -> list[Intervention]:
+    """What `ablate` runs, one intervention for each unit (and position): to be joined by `&`, or run by `sweep`.
+
+    Args:
+        tensors: a prepared call's, `model.prepare(...)`.
+        units, layers, mode, positions, reference, per_position, skip_first, seed, within: as in `ablate`.
+    """
+    chosen = places(model, tensors, units, layers, positions)
+    given = Reference(model, tensors, reference, per_position, skip_first, seed)
+    basis = None if within is None else basis_of(within, chosen)
+    change = change_of(given, mode, chosen, basis, draw=0)
+    return everywhere(chosen, change, tensors, positions)
+
+
+# -- units --------------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    """A unit, and the positions that it consists of, where it does."""
+
+    unit: Unit
+    where: Bool[Tensor, "batch pos"] | None = None
+
+
+def places(
+    model: HookedModel, tensors: Mapping[str, Any], units: Any, layers: Any, positions: Any
+) -> list[Chosen]:
+    """Units of a kind or by name that this model and these prompts have."""
+    if isinstance(units, str) and units in PICTURES:
+        if layers is not None or not (isinstance(positions, str) and positions == "all"):
+            raise ValueError(
+                f"{units} stand at positions of their own, before block 0: leave out layers and positions"
+            )
+        return list(picture_units(model, tensors, units))
+    found = interventions.units_from(units, model.cfg, layers)
+    for unit in found:
+        for place in unit.places:
+            model.hook_point(place.hook)
+    if not found:
+        raise ValueError("units is empty: there is nothing to change")
+    return [Chosen(unit) for unit in found]
+
+
+def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> Iterator[Chosen]:
+    """Rows of image tokens as they enter block 0: by patch, "image[0] (x, y)", or by image; images are counted in each prompt.
+
+    Raises:
+        ValueError: there is no image in the prompts.
+    """
+    ids, grid = tensors["input_ids"], tensors.get("image_position_ids")
+    if grid is None:
+        raise ValueError(f"units is {kind!r}; the prompts hold no image")
+    tokens = (
+        ids == model.cfg.image_token_id
+    ).nonzero()  # [token (row, position)], in the features' order
+    real = (grid != -1).all(-1)  # [image patch]
+    image = torch.arange(len(grid), device=grid.device).repeat_interleave(real.sum(1))
+    first: dict[int, int] = {}  # each row's first image
+    where: dict[tuple[int, ...], Tensor] = {}
+    for (row, position), i, (x, y) in zip(
+        tokens.tolist(), image.tolist(), grid[real].tolist(), strict=True
+    ):
+        number = i - first.setdefault(row, i)
+        key: tuple[int, ...] = (number, x, y) if kind == "patches" else (number,)
+        mask = where.setdefault(key, torch.zeros_like(ids, dtype=torch.bool))
+        mask[row, position] = True
+    for key, mask in sorted(where.items(), key=lambda one: _reading_order(one[0])):
+        name = f"image[{key[0]}]" + (f" ({key[1]}, {key[2]})" if len(key) > 1 else "")
+        axes = dict(zip(("image", "x", "y"), key, strict=False))
+        yield Chosen(Unit(name, (Place(0, "hook_resid_pre"),), axes), mask)
+
+
+def _reading_order(key: tuple[int, ...]) -> tuple[int, ...]:
+    """By image, then row by row."""
+    return (key[0], key[2], key[1]) if len(key) > 1 else key
+
+
+def everywhere(
+    chosen: Sequence[Chosen], change: Change, tensors: Mapping[str, Any], positions: Any
+) -> list[Intervention]:
+    """Each unit changed at the positions meant, or at each in turn."""
+    real = real_of(tensors)
+    each = isinstance(positions, str) and positions == "each"
+    at = None if each else interventions.position_mask(positions, real)
+    changed = [change(unit, at if where is None else where) for unit, where in chosen]
+    if not each:
+        return changed
+    return interventions.at_each_position(changed, len(real), real.shape[1], real.device)
+
+
+def basis_of(within: Tensor, chosen: Sequence[Chosen]) -> Float[Tensor, "k d"]:
+    squares = [c.unit.name for c in chosen for p in c.unit.places if p.point in SQUARES]
+    if squares:
+        raise ValueError(f"within is of directions in activations; {squares[0]} is a pattern")
+    return interventions.span(within)
+
+
+def hooks_of(chosen: Sequence[Chosen]) -> list[str]:
+    return sorted({place.hook for c in chosen for place in c.unit.places})
+
+
+# -- what takes a unit's place ------------------------------------------------------------------------
+
+
+class Reference:
+    """Prompts that values are taken from."""
+
+    def __init__(
+        self,
+        model: HookedModel,
+        tensors: Mapping[str, Any],
+        reference: Any,
+        per_position: bool,
+        skip_first: bool,
+        seed: int,
+    ) -> None:
+        self.model, self.tensors, self.seed = model, tensors, seed
+        self.own = reference is None
+        self.given = tensors if reference is None else model.prepare(reference)
+        self.per_position, self.skip_first = per_position, skip_first
+
+    def means(self, chosen: Sequence[Chosen]) -> dict[str, Tensor]:
+        """Each point's mean, `[1 1 ...]` or by position `[1 pos ...]`."""
+        squares = {p.hook for c in chosen for p in c.unit.places if p.point in SQUARES}
+        if squares and not self.per_position:
+            raise ValueError(
+                "a mean of patterns over positions would read what comes later: use per_position=True"
+            )
+        weight = self._counted(chosen)
+        if self.per_position:
+            same_length(self.given, self.tensors, "a mean by position")
+            weight = real_of(self.given).bool()
+        dims = (0,) if self.per_position else (0, 1)
+        count = weight.sum(dims)
+        if not bool((count > 0).all()):
+            raise ValueError(
+                "a mean needs tokens to go over: pads are left out, and each first token unless skip_first=False"
+            )
+        total: dict[str, Tensor] = {}
+        for rows, part in self._chunks():
+            for name, value in kept_values(self.model, part, chosen).items():
+                value = value.transpose(1, 2) if name in squares else value
+                counted = weight[rows].reshape(*weight[rows].shape, *[1] * (value.ndim - 2))
+                summed = torch.where(counted, value.double(), 0.0).sum(dims)
+                total[name] = total.get(name, 0.0) + summed
+        lead = (None,) if self.per_position else (None, None)
+        found = {}
+        for name, value in total.items():
+            per = count.reshape(*count.shape, *[1] * (value.ndim - count.ndim))
+            mean = (value / per)[lead].to(self.model.dtype)
+            found[name] = mean.transpose(1, 2) if name in squares else mean
+        return found
+
+    def _counted(self, chosen: Sequence[Chosen]) -> Bool[Tensor, "batch pos"]:
+        """The tokens that a mean over positions goes over: of patches, those of images."""
+        real = real_of(self.given).bool()
+        if any(c.where is not None for c in chosen):
+            return real & (self.given["input_ids"] == self.model.cfg.image_token_id)
+        return real & (real.long().cumsum(1) > 1) if self.skip_first else real
+
+    def _chunks(self) -> Iterator[tuple[slice, dict[str, Any]]]:
+        """Some prompts at a time; with media, which are not told apart by row, all at once."""
+        batch = len(self.given["input_ids"])
+        if any(v is not None and name not in sweep.BY_ROW for name, v in self.given.items()):
+            yield slice(0, batch), dict(self.given)
+            return
+        for i in range(0, batch, CHUNK):
+            rows = slice(i, min(i + CHUNK, batch))
+            yield (
+                rows,
+                {n: v[rows] if isinstance(v, Tensor) else v for n, v in self.given.items()},
+            )
+
+    def drawn(self, chosen: Sequence[Chosen], draw: int) -> dict[str, Tensor]:
+        """Each point in another prompt, at the same position, one for each prompt."""
+        same_length(self.given, self.tensors, "resampling")
+        n, wanted = len(self.given["input_ids"]), len(self.tensors["input_ids"])
+        generator = torch.Generator().manual_seed(self.seed + draw)
+        if self.own:
+            if n < 2:
+                raise ValueError("resampling needs other prompts: give several, or a reference")
+            # A random order in which each takes the next one's: nobody takes its own.
+            order = torch.randperm(n, generator=generator)
+            rows = torch.empty_like(order)
+            rows[order] = order.roll(1)
+        else:
+            rows = torch.randint(n, (wanted,), generator=generator)
+        rows = rows.to(self.model.device)
+        lost = real_of(self.tensors).bool() & ~real_of(self.given).bool()[rows]
+        if bool(lost.any()):
+            raise ValueError(
+                f"resampling puts a position's value into the same position: prompts {lost.any(1).nonzero()[:, 0].tolist()} have "
+                "tokens where those drawn for them have padding; use prompts of one length"
+            )
+        return {
+            name: value[rows] for name, value in kept_values(self.model, self.given, chosen).items()
+        }
+
+
+def change_of(
+    given: Reference, mode: Any, chosen: Sequence[Chosen], basis: Tensor | None, draw: int
+) -> Change:
+    """How a unit is changed, for a mode."""
+    if isinstance(mode, str):
+        if mode not in ("zero", "mean", "resample"):
+            raise ValueError(
+                f"mode is {mode!r}; use 'zero', 'mean', 'resample', a number to multiply by or a tensor"
+            )
+        if mode == "zero":
+            return lambda unit, at: interventions.scaled(unit, 0.0, at, basis)
+        values = given.means(chosen) if mode == "mean" else given.drawn(chosen, draw)
+        return lambda unit, at: interventions.replaced(unit, values, at, basis)
+    if isinstance(mode, Tensor) and mode.ndim:
+        return lambda unit, at: interventions.replaced(unit, mode, at, basis)
+    return lambda unit, at: interventions.scaled(unit, float(mode), at, basis)
+
+
+def kept_values(
+    model: HookedModel, tensors: Mapping[str, Any], chosen: Sequence[Chosen]
+) -> Mapping[str, Tensor]:
+    last = max(place.layer for c in chosen for place in c.unit.places)
+    return model.run_and_store(**tensors, names_filter=hooks_of(chosen), stop_at_layer=last + 1)[1]
+
+
+def real_of(tensors: Mapping[str, Any]) -> Int[Tensor, "batch pos"]:
+    mask = tensors.get("attention_mask")
+    return torch.ones_like(tensors["input_ids"]) if mask is None else mask
+
+
+def same_shape(given: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    sizes = [list(t["input_ids"].shape) for t in (given, base)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"one is {sizes[0]} and the other {sizes[1]} [batch pos]: patching puts a position into the same position, so "
+            "they must have the same shape"
+        )
+
+
+def same_length(given: Mapping[str, Any], base: Mapping[str, Any], what: str) -> None:
+    sizes = [t["input_ids"].shape[1] for t in (given, base)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{what} needs prompts of one length: the reference has {sizes[0]} positions, the prompts {sizes[1]}"
+        )
+
+
+# -- for the record -----------------------------------------------------------------------------------
+
+
+def asked(units: Any, layers: Any, positions: Any) -> dict[str, Any]:
+    return {
+        "units": units if isinstance(units, str) else [str(unit) for unit in units],
+        "layers": None if layers is None else list(layers),
+        "positions": word(positions),
+    }
+
+
+def word(positions: Any) -> Any:
+    """Positions as JSON takes them."""
+    if isinstance(positions, Tensor):
+        return positions.tolist()
+    return str(positions) if isinstance(positions, slice) else positions
