@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import sweep_peers
-from common import TEXT_MID, Spread, calm, machine
+from common import TEXT_MID, Spread, calm, machine, ratios, text_pair
 from sweep_peers import WAYS, Variant
 
 # Map: how many times faster than the fastest of BOUNDED the engine is to be, at BOUND_TOKENS tokens.
 BOUNDS = {"heads, all positions": 4.0, "heads, last position": 40.0, "stream, each position": 8.0}
 BOUND_TOKENS = 32
+ESTIMATE_BOUND = 5.0  # forwards
 # One run for each variant, as every tutorial has it. Many prompts in one trace is printed beside them.
 BOUNDED = ("loop", "loop, lean", "TransformerLens", "nnsight")
 SAMPLE = 32  # variants of a map that a loop runs at other lengths
@@ -212,6 +213,35 @@ def table(
     return [*lines, line], held
 
 
+# -- estimates ------------------------------------------------------------------------------------------
+
+
+def estimates(
+    shape: dict[str, Any], threads: int, rounds: int, tokens: int = BOUND_TOKENS
+) -> tuple[str, bool]:
+    """Attribution patching of every head at every position, in plain forwards; and whether its bound holds."""
+    import torch
+
+    from lens_gemma4 import attribution_patch, logit_difference
+
+    torch.set_num_threads(threads)
+    _, model = text_pair(shape)
+    generator = torch.Generator().manual_seed(0)
+    ids, other = torch.randint(3, model.cfg.d_vocab, (2, 1, tokens), generator=generator)
+    asked = logit_difference(sweep_peers.ANSWER, sweep_peers.VERSUS)
+    calls = {
+        "forward": lambda: model(ids),
+        "estimate": lambda: attribution_patch(model, ids, other, asked),
+    }
+    low, middle, high = ratios(calls, "forward", 5 * rounds)["estimate"]
+    held = middle <= ESTIMATE_BOUND
+    units = model.cfg.n_layers * model.cfg.n_heads * tokens
+    return (
+        f"attribution patching, {tokens} tokens: {units} units in {middle:.1f} forwards ({low:.1f} to {high:.1f}); bound "
+        f"{ESTIMATE_BOUND:g}: {'ok' if held else 'ABOVE'}"
+    ), held
+
+
 # -- growth ---------------------------------------------------------------------------------------------
 
 
@@ -264,6 +294,7 @@ def report(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
                 bound = BOUNDS[name] if tokens == BOUND_TOKENS else None
                 lines, held = table(name, tokens, told, bound)
                 yield "\n".join(lines), held
+    yield estimates(TEXT_MID, args.threads, args.rounds)
     if args.grow:
         yield "how the engine's cost grows, medians (~: of a part, scaled)", True
         for line in growth(args.threads, args.rounds):

@@ -160,7 +160,7 @@ def attribution_patch(
         "estimate": f"first order, {steps} step(s)",
         "direction": direction,
         "from": given["input_ids"].tolist(),
-        "within": None if within is None else "directions",
+        "within": changes.word(within),
     }
     found = job.estimates(gradients, differences, change, arguments, count)
     found = {name: _from_source(one, source[name]) for name, one in found.items()}
@@ -235,8 +235,8 @@ def attribution_ablate(
         "mode": mode,
         "per_position": per_position,
         "skip_first": skip_first,
-        "reference": None if reference is None else "given",
-        "within": None if within is None else "directions",
+        "reference": None if reference is None else taken.given["input_ids"].tolist(),
+        "within": changes.word(within),
     }
     found = job.estimates(gradients, differences, change, arguments, count)
     return next(iter(found.values())) if metrics.is_one(metric) else found

@@ -68,11 +68,11 @@ def rotary_frequencies(
 
 
 def rotate(
-    x: Float[Tensor, "batch pos heads d_head"],
+    x: Float[Tensor, "*batch pos heads d_head"],
     cos: Float[Tensor, "rows pos d_head"],
     sin: Float[Tensor, "rows pos d_head"],
-) -> Float[Tensor, "batch pos heads d_head"]:
-    """Turn each head by its position's angle; pairs are (i, i + d_head / 2)."""
+) -> Float[Tensor, "*batch pos heads d_head"]:
+    """Turn each head by its position's angle; pairs are (i, i + d_head / 2). `rows` are the last of the batch's axes, or 1."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return (x * cos.unsqueeze(2)).add_(turned.mul_(sin.unsqueeze(2)))

@@ -269,9 +269,7 @@ class Runner:
 
     def _turn(self, x: Tensor, at: Tensor) -> Tensor:
         """Rotary positions; cos and sin are the same for every variant."""
-        cos, sin = (self._rows(turn, at) for turn in self.clean.turns[self._kind()])
-        flat = rotate(x.flatten(0, 1), *(turn.repeat(x.shape[0], 1, 1) for turn in (cos, sin)))
-        return flat.view(x.shape)
+        return rotate(x, *(self._rows(turn, at) for turn in self.clean.turns[self._kind()]))
 
     def _kind(self) -> str:
         return self.model.cfg.layer(self.layer).kind
