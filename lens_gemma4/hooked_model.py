@@ -24,6 +24,7 @@ from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.masks import ImageMask
 from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4
+from lens_gemma4.spans import Inputs, Span
 from lens_gemma4.utils import Slice, counted_targets, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None
@@ -218,13 +219,16 @@ class HookedModel(TextInputs, Gemma4):
         videos: Any = None,
         audio: Any = None,
         **inputs: Any,
-    ) -> dict[str, Any]:
-        """Whatever `forward` accepts, as the tensors the network runs on, on the model's device."""
+    ) -> Inputs:
+        """Whatever `forward` accepts, as the tensors the network runs on, on the model's device, with the `spans` of media."""
         if input is not None and isinstance(input, Mapping):
-            return self.prepare(
+            prepared = self.prepare(
                 start_at_layer=start_at_layer, **_merge(input, dict(inputs, input_ids=input_ids))
             )
+            prepared.sizes |= getattr(input, "sizes", {})
+            return prepared
         tensors = _known(inputs)
+        sizes: dict[str, Any] = {}
         if start_at_layer is not None:
             tensors["resid"], input = input, None
             if tensors["resid"] is not None and tensors["resid"].ndim == 2:
@@ -233,7 +237,7 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError("input and input_ids are the same thing: give one")
         input = input_ids if input is None else input
         if _is_text(input):
-            tensors |= self.encode_inputs(
+            encoded = self.encode_inputs(
                 input,
                 prepend_bos=prepend_bos,
                 padding_side=padding_side,
@@ -241,6 +245,7 @@ class HookedModel(TextInputs, Gemma4):
                 videos=videos,
                 audio=audio,
             )
+            tensors, sizes = tensors | encoded, encoded.sizes
         elif images is not None or videos is not None or audio is not None:
             raise ValueError(
                 "images, videos and audio go with text; with ids, give what the processor returned"
@@ -253,7 +258,11 @@ class HookedModel(TextInputs, Gemma4):
             )
         tensors = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in tensors.items()}
         self._warn_about(tensors)
-        return tensors
+        return Inputs(tensors, self.cfg, sizes)
+
+    def spans(self, *inputs: Any, **more: Any) -> list[Span]:
+        """Where the images, video frames and clips of a call stand; takes what `prepare` takes."""
+        return self.prepare(*inputs, **more).spans
 
     def run_with_cache(
         self,

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_gemma4.config import HookedConfig
+from lens_gemma4.spans import Inputs, Size
 
 if TYPE_CHECKING:
     import numpy
@@ -379,7 +380,7 @@ class TextInputs:
         images: Any = None,
         videos: Any = None,
         audio: Any = None,
-    ) -> dict[str, Any]:
+    ) -> Inputs:
         """Text, with one placeholder for each image, video or clip, as the network's inputs.
 
         One item or a list, in the order of the placeholders over all texts.
@@ -399,9 +400,9 @@ class TextInputs:
                 several channels.
         """
         if images is None and videos is None and audio is None:
-            return dict(self.encode(text, prepend_bos, padding_side))
+            return Inputs(self.encode(text, prepend_bos, padding_side), self.cfg)
         texts = _texts(text)
-        out = dict(self._processed(texts, images, videos, audio))
+        out, sizes = self._processed(texts, images, videos, audio)
         # The network reads the token types off the ids, and padding is ours.
         ids, _, _ = (
             out.pop(key, None) for key in ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -411,24 +412,31 @@ class TextInputs:
         ]
         tensors = self._batch(rows, padding_side)
         tensors |= {key: torch.as_tensor(value) for key, value in out.items()}
-        return {key: value.to(self.device) for key, value in tensors.items()}
+        on_device = {key: value.to(self.device) for key, value in tensors.items()}
+        return Inputs(on_device, self.cfg, sizes)
 
-    def _processed(self, texts: list[str], images: Any, videos: Any, audio: Any) -> Any:
-        """What the processor makes of it: text as lists of ids, no BOS, no padding; media."""
+    def _processed(
+        self, texts: list[str], images: Any, videos: Any, audio: Any
+    ) -> tuple[dict[str, Any], dict[str, list[Size | None]]]:
+        """What the processor makes of it: text as lists of ids, no BOS, no padding; media. And their sizes in pixels."""
         processor = self._processor_or_error()
         media: dict[str, Any] = {}
         sampling: dict[str, Any] = {}
+        sizes: dict[str, list[Size | None]] = {}
         if items := self._matched(texts, "image", _items(images, _never)):
-            flat = map(_image, items)
+            pictures = [_image(item) for item in items]
+            sizes["image"] = [_size_of(picture) for picture in pictures]
+            flat = iter(pictures)
             counts = [t.count(self.image_token) for t in texts]
             media["images"] = [[next(flat) for _ in range(n)] for n in counts]  # by row
         if items := self._matched(texts, "video", _items(videos, _is_video)):
             n_sampled = processor.video_processor.num_frames
             media["videos"], sampling = _videos_and_sampling(items, n_sampled)
+            of_videos = [_size_of(video) for video in media["videos"]]
         if items := self._matched(texts, "audio", _items(audio, _is_clip)):
             media["audio"] = [_clip(item) for item in items]
         as_tensors = {"return_tensors": "pt"}
-        return processor(
+        out = processor(
             text=texts,
             **media,
             text_kwargs={"add_special_tokens": False, "padding": False},
@@ -436,6 +444,12 @@ class TextInputs:
             videos_kwargs=as_tensors | sampling,
             audio_kwargs=as_tensors,
         )
+        if "videos" in media:
+            n_frames = _frames_per_video(out)
+            sizes["frame"] = [
+                size for size, n in zip(of_videos, n_frames, strict=True) for _ in range(n)
+            ]
+        return dict(out), sizes
 
     def _matched(self, texts: list[str], kind: str, items: list[Any]) -> list[Any]:
         """The items, when there are as many as placeholders."""
@@ -564,6 +578,15 @@ def _image(value: Any) -> Any:
     return value if _is_pil(value) else _pixels(value, 3, "an image")
 
 
+def _size_of(picture: Any) -> Size | None:
+    """Width and height of what goes to the processor; None of what it will fetch or decode itself."""
+    if isinstance(picture, str):
+        return None
+    if _is_pil(picture):
+        return picture.size
+    return picture.shape[-1], picture.shape[-2]
+
+
 def _opened(path: str) -> Any:
     """A file's picture as viewers show it: a photograph may be stored on its side."""
     from PIL import Image, ImageOps
@@ -588,6 +611,10 @@ def _pixels(value: Any, ndim: int, what: str) -> Tensor:
             f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; "
             "floats are in [0, 1], whole numbers 0 to 255"
         )
+    if (
+        pixels.shape[-3] != 3
+    ):  # channels first, since the processor guesses: 4 rows are channels to it
+        pixels = pixels.movedim(-1, -3)
     return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
 
 
@@ -614,6 +641,14 @@ def _videos_and_sampling(items: list[Any], n_sampled: int) -> tuple[list[Any], d
         for n, (_, rate) in zip(lengths, pairs, strict=True)
     ]
     return frames, {"do_sample_frames": min(lengths) >= n_sampled, "video_metadata": metadata}
+
+
+def _frames_per_video(out: Any) -> list[int]:
+    """How many frames of each video the processor kept, as 5.24 says it and as 5.10.1 shows it."""
+    if "num_frames_per_video" in out:
+        return torch.as_tensor(out["num_frames_per_video"]).tolist()
+    videos, frames = torch.as_tensor(out["pixel_values_videos"]).shape[:2]
+    return [frames] * videos
 
 
 def _frames(video: Any) -> Tensor:

@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "media": {"config", "hooks", "norms", "errors"},
     "model": {"config", "names", "hooks", "masks", "norms", "media", "errors"},
     "loading": {"config", "names", "model", "errors"},
+    "spans": {"config"},
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
-    "inputs": {"config", "model", "loading", "errors"},
+    "inputs": {"config", "model", "loading", "spans", "errors"},
     "plots": set(),
     "utils": {"names", "errors"},
     "attribution": {"config", "plots", "utils"},
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "masks",
             "model",
             "loading",
+            "spans",
             "inputs",
             "attribution",
             "cache",
