@@ -271,9 +271,9 @@ def largest_batch(call: Callable[[], Any]) -> tuple[Any, int]:
 
     sizes, run = [0], Runner.run
 
-    def counted(runner: Any, chosen: Any) -> Any:
-        sizes.append(len(chosen))
-        return run(runner, chosen)
+    def counted(runner: Any, groups: Any) -> Any:
+        sizes.append(sum(len(group.variants) for group in groups))
+        return run(runner, groups)
 
     with patch.object(Runner, "run", counted):
         return call(), max(sizes)

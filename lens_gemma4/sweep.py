@@ -198,42 +198,56 @@ class _Sweep:
         first = functools.cache(clean.first_changed)
         self.start = [first(one.first_position()) for one in variants]
         self.batch_size = batch_size
-        self.batches: plans.Batches = {}
-        for start, members in self._groups().items():
-            size = batch_size or self._fitting(start)
-            for i in range(0, len(members), size):
-                self.batches[f"{len(self.batches):06}"] = members[i : i + size]
+        self.batches = self._planned()
 
-    def _groups(self) -> dict[int, list[int]]:
-        """Variants by the position that they are run from, each group from its lowest block up.
+    def _planned(self) -> plans.Batches:
+        """Variants that run together: from late positions to early ones, within one from low blocks up, as many as fit."""
+        batches: plans.Batches = {}
+        batch: list[int] = []
+        most, taken = room(self.clean.final.device), 0
+        for i in self._ordered():
+            full = len(batch) == self.batch_size or taken + self._bytes([i]) > most
+            if batch and full:
+                batches[f"{len(batches):06}"] = batch
+                batch, taken = [], 0
+            batch.append(i)
+            taken += self._bytes([i])
+        return batches | {f"{len(batches):06}": batch}
 
-        A variant may run from an earlier position than its own, where that costs less than a pass of its own.
+    def _ordered(self) -> list[int]:
+        """Variants group by group; decides from which position each is run.
+
+        That may be an earlier one than its own, where it costs less than attention of its own.
         """
         by_start: dict[int, list[int]] = {}
         for i, start in enumerate(self.start):
             by_start.setdefault(start, []).append(i)
         worth, n_layers = PASS_ROWS.get(self.clean.final.device.type, 512), self.model.cfg.n_layers
-        groups: dict[int, list[int]] = {}
-        first = 0
+        first = None
         for start, members in sorted(by_start.items()):
             blocks = [n_layers - self.variants[i].stage[0] for i in members]
-            more = (start - first) * self.clean.shape[0] * sum(blocks)
-            if not groups or more >= worth * max(blocks):
-                groups[start], first = [], start
-            groups[first] += members
-        return {
-            start: sorted(members, key=lambda i: self.variants[i].stage)
-            for start, members in groups.items()
-        }
+            if first is None or (start - first) * self.clean.shape[0] * sum(blocks) >= worth * max(
+                blocks
+            ):
+                first = start
+            for i in members:
+                self.start[i] = first
+        every = range(len(self.variants))
+        return sorted(every, key=lambda i: (-self.start[i], self.variants[i].stage))
 
-    def _fitting(self, start: int) -> int:
-        """Variants whose largest tensors fit into a share of the free memory."""
-        cfg, (batch, pos) = self.model.cfg, self.clean.shape
-        widest = max(
+    def _bytes(self, members: Sequence[int]) -> int:
+        """Of the largest tensors of some variants that run together."""
+        batch, pos = self.clean.shape
+        rows = batch * sum(pos - self.start[i] for i in members)
+        return rows * self._widest * self.clean.final.element_size()
+
+    @functools.cached_property
+    def _widest(self) -> int:
+        """Numbers that a row takes."""
+        cfg, pos = self.model.cfg, self.clean.shape[1]
+        return max(
             4 * layer.d_mlp + 6 * cfg.d_model + 2 * layer.n_heads * pos for layer in cfg.layers
         )
-        each = batch * (pos - start) * widest * self.clean.final.element_size()
-        return max(1, room(self.clean.final.device) // each)
 
     # -- running ----------------------------------------------------------------------------------------
 
@@ -280,19 +294,13 @@ class _Sweep:
 
     def _work(self, members: Sequence[int]) -> int:
         """Rows times blocks: what the time left is estimated by."""
-        start = min(self.start[i] for i in members)
-        rows = self.clean.shape[1] - start
-        return rows * sum(self.model.cfg.n_layers - self.variants[i].stage[0] for i in members)
+        n_layers, pos = self.model.cfg.n_layers, self.clean.shape[1]
+        return sum((pos - self.start[i]) * (n_layers - self.variants[i].stage[0]) for i in members)
 
     def _measured(self, members: Sequence[int]) -> Float[Tensor, "metric variant batch"] | None:
         """A batch's values; None if there is no memory for it and it can be halved."""
-        start = min(self.start[i] for i in members)
-        at = self.reading.columns(start)
-        if at is None:  # read before anything changes
-            return self.reading.baseline[:, None].expand(-1, len(members), -1)
         try:
-            runner = Runner(self.model, self.clean, start, at)
-            return self.reading.measure(runner.run([self.variants[i] for i in members]), at)
+            return self._together(members)
         except RuntimeError as error:
             if len(members) == 1 or not out_of_memory(error):
                 raise
@@ -300,13 +308,30 @@ class _Sweep:
             torch.cuda.empty_cache()
         return None
 
+    def _together(self, members: Sequence[int]) -> Float[Tensor, "metric variant batch"]:
+        """Values of some variants; what is read before anything changes is the clean run's."""
+        baseline = self.reading.baseline
+        values = baseline[:, None].expand(-1, len(members), -1).clone()
+        runner = Runner(self.model, self.clean)
+        groups, places = [], []
+        for start in dict.fromkeys(self.start[i] for i in members):
+            place = [k for k, i in enumerate(members) if self.start[i] == start]
+            at = self.reading.columns(start)
+            if at is not None:
+                groups.append(runner.group([self.variants[members[k]] for k in place], start, at))
+                places.append(place)
+        if groups:
+            for group, place, streams in zip(groups, places, runner.run(groups), strict=True):
+                values[:, place] = self.reading.measure(streams, group.read)
+        return values
+
     def _halve(self, name: str, journal: plans.Journal | None) -> list[str]:
-        """Batches of this one's size, and larger, as halves: what did not fit once would not fit again."""
-        size, halves = len(self.batches[name]), []
+        """Batches as large as this one, and larger, as halves: what did not fit once would not fit again."""
+        size, halves = self._bytes(self.batches[name]), []
         batches: plans.Batches = {}
         for other, members in self.batches.items():
             done = journal is not None and journal.done(other) is not None
-            if other < name or done or len(members) < size:
+            if other < name or done or self._bytes(members) < size or len(members) == 1:
                 batches[other] = members
                 continue
             half = (len(members) + 1) // 2

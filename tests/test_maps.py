@@ -176,11 +176,11 @@ def test_running_out_of_memory_halves_the_batch(model, monkeypatch):
     whole = ablate(model, IDS, logit_difference(7, 9))
     run, sizes = sweep.Runner.run, []
 
-    def small(self, variants):
-        sizes.append(len(variants))
-        if len(variants) > 3:
+    def small(self, groups):
+        sizes.append(sum(len(group.variants) for group in groups))
+        if sizes[-1] > 3:
             raise torch.OutOfMemoryError("too many")
-        return run(self, variants)
+        return run(self, groups)
 
     monkeypatch.setattr(sweep.Runner, "run", small)
     assert close(ablate(model, IDS, logit_difference(7, 9)).values, whole.values)

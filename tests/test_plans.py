@@ -35,6 +35,10 @@ def model():
     return hooked("shared, own values")
 
 
+def size(groups):
+    return sum(len(group.variants) for group in groups)
+
+
 def run_child(folder, kill_after=None):
     """Sweep in another process; killed as soon as it has finished so many batches more. Whether it was."""
     before = len(list(folder.glob("*.safetensors"))) if folder.exists() else 0
@@ -71,7 +75,7 @@ def test_what_is_done_is_read_and_not_run(model, tmp_path, monkeypatch):
     whole = ablate(model, IDS, ASK, batch_size=3, save_to=tmp_path / "a")
     runs = []
     run = sweep.Runner.run
-    monkeypatch.setattr(sweep.Runner, "run", lambda self, v: runs.append(len(v)) or run(self, v))
+    monkeypatch.setattr(sweep.Runner, "run", lambda self, g: runs.append(size(g)) or run(self, g))
     again = ablate(model, IDS, ASK, batch_size=3, save_to=tmp_path / "a")
     assert not runs and torch.equal(again.values, whole.values)
     parts = sorted((tmp_path / "a").glob("*.safetensors"))
@@ -128,11 +132,11 @@ def test_another_sweep_is_refused_and_nothing_is_lost(model, tmp_path):
 def test_running_out_of_memory_halves_the_plan_too(model, tmp_path, monkeypatch):
     run, sizes = sweep.Runner.run, []
 
-    def small(self, variants):
-        sizes.append(len(variants))
-        if len(variants) > 3:
+    def small(self, groups):
+        sizes.append(size(groups))
+        if sizes[-1] > 3:
             raise torch.OutOfMemoryError("too many")
-        return run(self, variants)
+        return run(self, groups)
 
     whole = ablate(model, IDS, ASK)
     monkeypatch.setattr(sweep.Runner, "run", small)

@@ -61,7 +61,8 @@ def fast(model, tensors, interventions, read=None):
     points = [edit.where.point for one in interventions for edit in one.edits]
     clean = clean_run(model, tensors, points)
     start = clean.first_changed(min(one.first_position() for one in interventions))
-    return Runner(model, clean, start, read).run(interventions), start
+    runner = Runner(model, clean)
+    return runner.run([runner.group(interventions, start, read)])[0], start
 
 
 def check(model, tensors, interventions, read=None):
