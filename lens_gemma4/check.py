@@ -301,7 +301,8 @@ def for_transformers(inputs: Inputs) -> dict[str, Tensor]:
         "num_frames_per_video"
         in inspect.signature(Gemma4UnifiedModel.get_video_features).parameters
     )
-    if "pixel_values_videos" in given and not flat_frames:
+    by_frame = "pixel_values_videos" in given and given["pixel_values_videos"].ndim == 3
+    if by_frame and not flat_frames:
         given.pop("num_frames_per_video")
         for name in ("pixel_values_videos", "video_position_ids"):
             given[name] = given[name][
