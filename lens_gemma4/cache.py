@@ -37,14 +37,15 @@ class ActivationCache(Stacks, Mapping[str, Any]):
 
     `cache["blocks.3.hook_resid_post"]`, `cache["layers.3.layer_output"]` and `cache["resid_post", 3]` are the same
     tensor; `cache["scale", 3, "ln1"]` and `cache["pattern", -1]` work as in TransformerLens. Derived values
-    (`attention_mask`, `input_size`, `next_token_probs`, `vision.image_token_mask`) are read by key and are not among
-    `keys()`.
+    (`attention_mask`, `input_size`, `next_token_probs`, `token_labels`, `vision.image_token_mask`) are read by key and
+    are not among `keys()`. `token_labels` names each position that was kept, prompt by prompt: its token, or the patch
+    of an image, "image[0] (3, 2)".
 
     Args:
         values: tensors under our names; with `incl_bwd`, gradients under `name + "_grad"`.
         cfg: the model's config.
         weights: references, no copies: `layer_scalar`, `W_O`, `ln1`, `ln1_post`, `ln2` by block; `ln_final`, `W_U`.
-        derived: values that no hook point holds, with a batch axis where `has_batch_dim`.
+        derived: values that no hook point holds, with a batch axis where `has_batch_dim`; or functions that give them.
         has_batch_dim: whether values begin with a batch axis.
         to_token: the model's `to_single_token`, for texts in place of ids; held weakly, and not by a copy.
 
@@ -96,6 +97,8 @@ class ActivationCache(Stacks, Mapping[str, Any]):
                 raise HookNameError(
                     f"{key!r} cannot be derived from this run: {_WHY_UNDERIVED[key]}."
                 )
+            if callable(self.derived[key]):  # names of tokens, which few runs are asked for
+                self.derived[key] = self.derived[key]()
             return self.derived[key]
         name = self._name(key)
         if name not in self.cache_dict:
@@ -221,6 +224,10 @@ class ActivationCache(Stacks, Mapping[str, Any]):
             name: chosen.apply(v) if isinstance(v, Tensor) else v
             for name, v in self.derived.items()
         }
+        if "token_labels" in derived:
+            rows = chosen.indices(self.derived["input_size"][0]).tolist()
+            labels = [self["token_labels"][row] for row in rows]
+            derived["token_labels"] = labels[0] if chosen.mode == "int" else labels
         sliced = ActivationCache(
             values, self.cfg, self.weights, derived, has_batch_dim=chosen.mode != "int"
         )
@@ -235,6 +242,7 @@ class ActivationCache(Stacks, Mapping[str, Any]):
 _WHY_UNDERIVED = {
     "attention_mask": "it ran on a given stream",
     "input_size": "it ran on a given stream",
+    "token_labels": "it ran on a given stream",
     "next_token_probs": "it ended before the logits, or they were not kept",
     "vision.image_token_mask": "it ran without ids, or this checkpoint has no vision embedder",
 }

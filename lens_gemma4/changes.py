@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from lens_gemma4 import interventions, sweep
 from lens_gemma4.hooked_model import HookedModel
-from lens_gemma4.interventions import SQUARES, Intervention, Place, Unit
+from lens_gemma4.interventions import SQUARES, Edit, Intervention, Place, Unit
+from lens_gemma4.spans import Box, Span, spans_of
 
 PICTURES = ("patches", "images")
+_ROWS = (Place(0, "hook_resid_pre"),)  # where rows of image tokens enter
 CHUNK = 16  # prompts of a reference that run at a time
 
 Change = Callable[[Unit, Tensor | None], Intervention]
@@ -58,6 +62,21 @@ class Chosen(NamedTuple):
     unit: Unit
     where: Bool[Tensor, "batch pos"] | None = None
 
+    def __str__(self) -> str:
+        return self.unit.name
+
+    def __and__(self, other: Chosen) -> Chosen:  # type: ignore[override]
+        """Both as one, of units that stand at positions of their own.
+
+        Raises:
+            ValueError: they are not of one kind, as a region and a head are not.
+        """
+        if not isinstance(other, Chosen) or self.unit.places != other.unit.places:
+            raise ValueError(f"{self} and {other} are of two kinds: change them as two units")
+        assert self.where is not None and other.where is not None
+        unit = Unit(f"{self} & {other}", self.unit.places, {})
+        return Chosen(unit, self.where | other.where)
+
 
 def places(
     model: HookedModel, tensors: Mapping[str, Any], units: Any, layers: Any, positions: Any
@@ -69,13 +88,34 @@ def places(
                 f"{units} stand at positions of their own, before block 0: leave out layers and positions"
             )
         return list(picture_units(model, tensors, units))
-    found = interventions.units_from(units, model.cfg, layers)
-    for unit in found:
-        for place in unit.places:
+    found = _chosen(model, units, layers)
+    placed = [one.unit.name for one in found if one.where is not None]
+    if placed and not (isinstance(positions, str) and positions == "all"):
+        raise ValueError(f"{placed[0]} stands at positions of its own: leave out positions")
+    for one in found:
+        for place in one.unit.places:
             model.hook_point(place.hook)
     if not found:
         raise ValueError("units is empty: there is nothing to change")
-    return [Chosen(unit) for unit in found]
+    return found
+
+
+def _chosen(model: HookedModel, units: Any, layers: Any) -> list[Chosen]:
+    """Units by kind or name, and those that bring their positions."""
+    if isinstance(units, str):
+        return [Chosen(unit) for unit in interventions.units_from(units, model.cfg, layers)]
+    found: list[Chosen] = []
+    for item in _listed(units):
+        parts = [item] if isinstance(item, Chosen) else item
+        if isinstance(parts, list) and any(isinstance(part, Chosen) for part in parts):
+            found.append(functools.reduce(operator.and_, parts))
+        else:
+            found += map(Chosen, interventions.units_from([item], model.cfg, layers))
+    return found
+
+
+def _listed(units: Any) -> list[Any]:
+    return [units] if isinstance(units, Chosen) else list(units)
 
 
 def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> Iterator[Chosen]:
@@ -84,27 +124,84 @@ def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> 
     Raises:
         ValueError: there is no image in the prompts.
     """
-    ids, grid = tensors["input_ids"], tensors.get("image_position_ids")
-    if grid is None:
+    pictures = [span for span in spans_of(model, tensors) if span.kind == "image"]
+    if not pictures:
         raise ValueError(f"units is {kind!r}; the prompts hold no image")
-    tokens = (
-        ids == model.cfg.image_token_id
-    ).nonzero()  # [token (row, position)], in the features' order
-    real = (grid != -1).all(-1)  # [image patch]
-    image = torch.arange(len(grid), device=grid.device).repeat_interleave(real.sum(1))
-    first: dict[int, int] = {}  # each row's first image
+    ids = tensors["input_ids"]
     where: dict[tuple[int, ...], Tensor] = {}
-    for (row, position), i, (x, y) in zip(
-        tokens.tolist(), image.tolist(), grid[real].tolist(), strict=True
-    ):
-        number = i - first.setdefault(row, i)
-        key: tuple[int, ...] = (number, x, y) if kind == "patches" else (number,)
-        mask = where.setdefault(key, torch.zeros_like(ids, dtype=torch.bool))
-        mask[row, position] = True
+    for span in pictures:
+        assert span.grid is not None
+        for position, place in zip(span.positions.tolist(), span.grid.tolist(), strict=True):
+            key = (span.number, *place) if kind == "patches" else (span.number,)
+            mask = where.setdefault(key, torch.zeros_like(ids, dtype=torch.bool))
+            mask[span.row, position] = True
     for key, mask in sorted(where.items(), key=lambda one: _reading_order(one[0])):
         name = f"image[{key[0]}]" + (f" ({key[1]}, {key[2]})" if len(key) > 1 else "")
         axes = dict(zip(("image", "x", "y"), key, strict=False))
-        yield Chosen(Unit(name, (Place(0, "hook_resid_pre"),), axes), mask)
+        yield Chosen(Unit(name, _ROWS, axes), mask)
+
+
+def region(model: HookedModel, tensors: Mapping[str, Any], box: Box, image: int = 0) -> Chosen:
+    """The image tokens that a box of a picture covers, as one unit: `ablate(..., units=[region(...)])`.
+
+    Args:
+        tensors: a prepared call's, `model.prepare(text, images=...)`, which knows the pictures' sizes.
+        box: left, top, right and bottom in the original picture's pixels; patches that it touches are meant.
+        image: which of each prompt's images; prompts without it are left as they are.
+    Raises:
+        ValueError: no prompt has it; a box without area or outside a picture; sizes that are not known.
+    """
+    where = torch.zeros_like(tensors["input_ids"], dtype=torch.bool)
+    for span in _images(model, tensors, image):
+        where[span.row, span.positions[span.tokens_in(box)]] = True
+    sides = ", ".join(f"{side:g}" for side in box)
+    return Chosen(Unit(f"image[{image}] in ({sides})", _ROWS, {"image": image}), where)
+
+
+@torch.no_grad()
+def swapped(
+    model: HookedModel, tensors: Mapping[str, Any], image: int = 0, other: int = 1
+) -> Intervention:
+    """Two images of each prompt in each other's places: for `sweep`, or its `hooks()` for `run_with_hooks`.
+
+    The rows of the stream are swapped as they enter block 0, so everything between and around them stays.
+
+    Args:
+        tensors: a prepared call's, `model.prepare(text, images=...)`.
+        image, other: which of each prompt's images; prompts with neither are left as they are.
+    Raises:
+        ValueError: no prompt has them, or a prompt has one of them alone; they have different numbers of tokens.
+    """
+    ones, others = _images(model, tensors, image), _images(model, tensors, other)
+    rows = [[span.row for span in spans] for spans in (ones, others)]
+    if rows[0] != rows[1]:
+        raise ValueError(
+            f"image[{image}] is in prompts {rows[0]} and image[{other}] in {rows[1]}: both are needed to swap them"
+        )
+    stream = model.forward(**tensors, stop_at_layer=0)
+    assert isinstance(stream, Tensor)
+    instead, where = stream.clone(), torch.zeros_like(tensors["input_ids"], dtype=torch.bool)
+    for one, two in zip(ones, others, strict=True):
+        if len(one) != len(two):
+            raise ValueError(
+                f"{one.name} of prompt {one.row} has {len(one)} tokens and {two.name} {len(two)}: images that are swapped "
+                "must have as many, as pictures of one shape have"
+            )
+        for to, of in ((one, two), (two, one)):
+            instead[one.row, to.positions] = stream[one.row, of.positions]
+            where[one.row, to.positions] = True
+    name = f"image[{image}] <-> image[{other}]"
+    return Intervention(name, (Edit(_ROWS[0], where, add=instead),))
+
+
+def _images(model: HookedModel, tensors: Mapping[str, Any], number: int) -> list[Span]:
+    """One image of each prompt that has it."""
+    images = [span for span in spans_of(model, tensors) if span.kind == "image"]
+    found = [span for span in images if span.number == number]
+    if not found:
+        most = max((span.number + 1 for span in images), default=0)
+        raise ValueError(f"there is no image[{number}]: the prompts hold {most} images at most")
+    return found
 
 
 def _reading_order(key: tuple[int, ...]) -> tuple[int, ...]:
@@ -286,7 +383,7 @@ def same_length(given: Mapping[str, Any], base: Mapping[str, Any], what: str) ->
 
 def asked(units: Any, layers: Any, positions: Any) -> dict[str, Any]:
     return {
-        "units": units if isinstance(units, str) else [str(unit) for unit in units],
+        "units": units if isinstance(units, str) else [str(unit) for unit in _listed(units)],
         "layers": None if layers is None else list(layers),
         "positions": word(positions),
     }

@@ -306,7 +306,7 @@ class _Job:
     ) -> dict[str, Estimate]:
         """For each metric, from the gradients and by how much each point would change, by `change`."""
         plan = plans.record(self.model, self.tensors, self.measured, arguments)
-        tokens = sweep.tokens_of(self.model, self.tensors["input_ids"])
+        tokens = sweep.tokens_of(self.model, self.tensors)
         names, at = self._labels()
         found = {}
         for name, reading in gradients.readings.items():

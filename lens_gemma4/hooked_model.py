@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,14 +18,24 @@ from torch import Tensor
 from lens_gemma4 import attribution, circuits, lenses, loading, names
 from lens_gemma4.attribution import Attribution
 from lens_gemma4.cache import ActivationCache
+from lens_gemma4.chat import is_chat
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.factored import FactoredMatrix
+from lens_gemma4.forms import items_of, never
 from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
 from lens_gemma4.masks import ImageMask
 from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4
-from lens_gemma4.spans import Inputs, Span
+from lens_gemma4.spans import (
+    ImageFeatures,
+    Inputs,
+    Span,
+    labels_of,
+    media_labels,
+    together,
+    token_labels,
+)
 from lens_gemma4.utils import Slice, counted_targets, lm_cross_entropy_loss
 
 ReturnType = Literal["logits", "loss", "both"] | None
@@ -170,7 +181,7 @@ class HookedModel(TextInputs, Gemma4):
         """Run the model.
 
         Args:
-            input: text, texts, ids (`[batch pos]` or `[pos]`), a transformers processor's output, or with
+            input: text, texts, chat messages, ids (`[batch pos]` or `[pos]`), a transformers processor's output, or with
                 `start_at_layer` a stream `[batch pos d_model]`. `input_ids=` is the same.
             return_type: "logits" `[batch pos d_vocab]`, "loss" (nats, float32 mean over targets that are
                 neither padding nor media placeholders), "both", or None.
@@ -181,8 +192,8 @@ class HookedModel(TextInputs, Gemma4):
             inputs: `attention_mask` (1 on real tokens), `position_ids` (a tensor, or "mask" to count real
                 tokens as transformers' generate does), `mm_token_type_ids`, `pixel_values`,
                 `image_position_ids`, `pixel_values_videos`, `video_position_ids`, `num_frames_per_video`,
-                `input_features`, `input_features_mask`, `inputs_embeds`; `images`, `videos`, `audio` with
-                text; `prepend_bos` (None means on), `padding_side` (None means the tokenizer's).
+                `input_features`, `input_features_mask`, `inputs_embeds`; `images`, `videos`, `audio`, `image_tokens`,
+                `image_features` with text (see `encode_inputs`); `prepend_bos` (None means on), `padding_side` (None means the tokenizer's).
 
         Raises:
             TypeError: an unknown keyword.
@@ -218,13 +229,15 @@ class HookedModel(TextInputs, Gemma4):
         images: Any = None,
         videos: Any = None,
         audio: Any = None,
+        image_tokens: int | None = None,
+        image_features: Any = None,
         **inputs: Any,
     ) -> Inputs:
         """Whatever `forward` accepts, as the tensors the network runs on, on the model's device, with the `spans` of media."""
+        media = {"images": images, "videos": videos, "audio": audio, "image_tokens": image_tokens}
         if input is not None and isinstance(input, Mapping):
-            prepared = self.prepare(
-                start_at_layer=start_at_layer, **_merge(input, dict(inputs, input_ids=input_ids))
-            )
+            beside = {**inputs, **media, "input_ids": input_ids, "image_features": image_features}
+            prepared = self.prepare(start_at_layer=start_at_layer, **_merge(input, beside))
             prepared.sizes |= getattr(input, "sizes", {})
             return prepared
         tensors = _known(inputs)
@@ -236,17 +249,16 @@ class HookedModel(TextInputs, Gemma4):
         if input is not None and input_ids is not None:
             raise ValueError("input and input_ids are the same thing: give one")
         input = input_ids if input is None else input
-        if _is_text(input):
+        if _is_text(input) or is_chat(input):
             encoded = self.encode_inputs(
                 input,
                 prepend_bos=prepend_bos,
                 padding_side=padding_side,
-                images=images,
-                videos=videos,
-                audio=audio,
+                image_features=image_features,
+                **media,
             )
             tensors, sizes = tensors | encoded, encoded.sizes
-        elif images is not None or videos is not None or audio is not None:
+        elif any(given is not None for given in media.values()):
             raise ValueError(
                 "images, videos and audio go with text; with ids, give what the processor returned"
             )
@@ -256,6 +268,12 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(
                 "nothing to run: give text, ids, a processor's output, or inputs_embeds"
             )
+        if isinstance(image_features, Tensor):
+            tensors["image_features"] = image_features
+        elif image_features is not None and "image_features" not in tensors:
+            items = items_of(image_features, never)
+            tensors |= together(items, self.device)
+            sizes["image"] = [item.size for item in items]
         tensors = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in tensors.items()}
         self._warn_about(tensors)
         return Inputs(tensors, self.cfg, sizes)
@@ -324,6 +342,10 @@ class HookedModel(TextInputs, Gemma4):
             logits = values["hook_logits"]
             logits = logits[None] if remove_batch_dim else logits
         derived = self._derived(tensors, logits, device)
+        if "token_labels" in derived:
+            derived["token_labels"] = partial(
+                _kept_labels, derived["token_labels"], pos_slice, remove_batch_dim
+            )
         if remove_batch_dim:
             derived = {
                 name: value[0] if isinstance(value, Tensor) else value
@@ -340,7 +362,7 @@ class HookedModel(TextInputs, Gemma4):
 
     def _derived(
         self,
-        tensors: Mapping[str, Any],
+        tensors: Inputs,
         logits: Tensor | None,
         device: torch.device | str | None = None,
     ) -> dict[str, Any]:
@@ -355,6 +377,7 @@ class HookedModel(TextInputs, Gemma4):
             "attention_mask": torch.ones(first.shape[:2], dtype=torch.long, device=self.device)
             if mask is None
             else mask,
+            "token_labels": labels_of(self.tokenizer, tensors, tensors.spans),
         }
         if self.cfg.vision is not None and ids is not None:
             derived["vision.image_token_mask"] = ids == self.cfg.image_token_id
@@ -409,7 +432,7 @@ class HookedModel(TextInputs, Gemma4):
         _, cache = self.run_with_cache(**tensors, names_filter=names, return_type=None)
         assert isinstance(cache, ActivationCache)
         found = attribution.BY[by](cache, target, positions)
-        return found.relabel(**self._token_labels(tensors.get("input_ids"), found))
+        return found.relabel(**self._token_labels(tensors, found))
 
     def _answers(self, answer: Any) -> Any:
         """Ids of texts that are one token each; anything else as it is."""
@@ -419,13 +442,22 @@ class HookedModel(TextInputs, Gemma4):
             return torch.tensor([self.to_single_token(text) for text in answer])
         return answer
 
-    def _token_labels(self, ids: Tensor | None, found: Attribution) -> dict[str, list[str]]:
-        """Names of positions of a single prompt: number and token."""
-        if ids is None or len(ids) != 1 or self.tokenizer is None:
+    def _token_labels(self, tensors: Inputs, found: Attribution) -> dict[str, list[str]]:
+        """Names of positions of a single prompt: number and token, or the patch of an image."""
+        ids = tensors.get("input_ids")
+        if ids is None or len(ids) != 1 or (self.tokenizer is None and not tensors.spans):
             return {}
-        words = [f"{i} {self.to_single_str_token(int(token))!r}" for i, token in enumerate(ids[0])]
-        named = {"pos": [words[int(i)] for i in found.labels["pos"] if i.isdigit()]}
-        return named | ({"source": words} if "source" in found.labels else {})
+        media = media_labels(tensors.spans, 0)
+        names = [
+            f"{i} {media[i]}"
+            if i in media
+            else str(i)
+            if self.tokenizer is None
+            else f"{i} {word!r}"
+            for i, word in enumerate(token_labels(self, tensors)[0])
+        ]
+        named = {"pos": [names[int(i)] for i in found.labels["pos"] if i.isdigit()]}
+        return named | ({"source": names} if "source" in found.labels else {})
 
     def attribution_weights(self) -> dict[str, Any]:
         """References to the few weights that attributions need; no copies, and without gradient as cached values are."""
@@ -446,6 +478,40 @@ class HookedModel(TextInputs, Gemma4):
     ) -> Float[Tensor, "batch pos d_model"]:
         """The stream entering block 0: embeddings with media features in place."""
         return self.forward(input, stop_at_layer=0, **inputs)  # type: ignore[return-value]
+
+    def embed_image(
+        self, image: Any, image_tokens: int | None = None
+    ) -> ImageFeatures | list[ImageFeatures]:
+        """Images as rows of the stream, to be used again: `model(text, image_features=...)` gives what the pixels give.
+
+        To the bit, where the same images were embedded together as the pixels of a call would be; else to rounding. They
+        are what `vision.hook_image_features` leaves, so that hooks there act here, and again where they are used.
+
+        Args:
+            image: one image or a list, in any form that `images=` takes.
+            image_tokens: as in `encode_inputs`.
+        Returns:
+            For one image its `ImageFeatures`, for a list a list.
+
+        >>> from PIL import Image
+        >>> model = HookedModel.from_pretrained("tiny")
+        >>> embedded = model.embed_image(Image.new("RGB", (96, 48), "red"))
+        >>> text = f"{model.image_token} is"
+        >>> again = model(text, image_features=embedded)
+        >>> torch.equal(again, model(text, images=Image.new("RGB", (96, 48), "red")))
+        True
+        """
+        pictures = items_of(image, never)
+        tensors = self.prepare(
+            self.image_token * len(pictures), images=pictures, image_tokens=image_tokens
+        )
+        name = "vision.hook_image_features"
+        features = self.run_and_store(**tensors, names_filter=name, stop_at_layer=0)[1][name]
+        found = []
+        for span in tensors.spans:
+            assert span.grid is not None
+            found.append(ImageFeatures(features[span.features], span.grid, span.size))
+        return found if isinstance(image, (list, tuple)) else found[0]
 
     def loss_fn(
         self,
@@ -879,6 +945,15 @@ def _slicer(pos_slice: Any) -> Callable[[Tensor, str], Tensor] | None:
         return chosen.apply(value, dim=words.index("pos")).clone() if "pos" in words else value
 
     return keep
+
+
+def _kept_labels(labels: Callable[[], list[list[str]]], pos_slice: Any, one_row: bool) -> list[Any]:
+    """Names of the positions that were kept."""
+    rows = labels()
+    if pos_slice is not None:
+        kept = Slice.unwrap(pos_slice).indices(len(rows[0])).reshape(-1).tolist()
+        rows = [[row[i] for i in kept] for row in rows]
+    return rows[0] if one_row else rows
 
 
 def _raise_unless_finite(value: Tensor, hook: HookPoint | NamedPoint) -> None:

@@ -6,24 +6,19 @@ tokenizer does itself. Ids are never touched. Tokenizer and processor objects ar
 
 from __future__ import annotations
 
-import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_gemma4 import chat, forms
 from lens_gemma4.config import HookedConfig
-from lens_gemma4.spans import Inputs, Size
-
-if TYPE_CHECKING:
-    import numpy
+from lens_gemma4.spans import ImageFeatures, Inputs, Size, together
 
 PaddingSide = Literal["left", "right"]
-SAMPLE_RATE = 16_000  # the extractor cuts frames of 640 samples and does not ask for the rate
-PCM_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of a sample in a WAV file
 
 
 class TextInputs:
@@ -373,36 +368,53 @@ class TextInputs:
 
     def encode_inputs(
         self,
-        text: str | Sequence[str],
+        text: Any,
         *,
         prepend_bos: bool | None = None,
         padding_side: PaddingSide | None = None,
         images: Any = None,
         videos: Any = None,
         audio: Any = None,
+        image_tokens: int | None = None,
+        image_features: Any = None,
     ) -> Inputs:
         """Text, with one placeholder for each image, video or clip, as the network's inputs.
 
-        One item or a list, in the order of the placeholders over all texts.
+        Media are one item or a list, in the order of the placeholders over all texts, or a list for each text.
 
         Args:
-            images: PIL images, paths, or arrays and tensors with 3 channels, first or last: whole
-                numbers 0 to 255 or floats in [0, 1].
+            text: a text, texts, chat messages (`[{"role": "user", "content": ...}]`, contents as text or parts) where the
+                checkpoint has a chat template, or several such lists.
+            images: PIL images as they are, paths (turned upright as EXIF says), or arrays and tensors with 3 channels,
+                first or last: whole numbers 0 to 255 or floats in [0, 1].
             videos: frames `[frame height width channel]` or `[frame channel height width]`, a list
                 of images, a path, or `(frames, frames per second)`, 24 when not said. The processor
                 samples long ones (32 frames on the 12B); shorter ones go in whole.
             audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Whole
                 numbers are PCM. WAV files are read as they are; of other files transformers mixes
                 the channels and resamples.
+            image_tokens: the most tokens that an image may become: 70, 140, 280, 560 or 1120; None is the processor's own.
+            image_features: in place of images, what `embed_image` returned, one for each placeholder.
 
         Raises:
-            ValueError: placeholders and media differ in number; a clip of another rate or with
-                several channels.
+            ValueError: placeholders and media differ in number; a file that cannot be read; an image without pixels; a
+                clip of another rate, with several channels, or of features in place of samples; another budget; messages
+                for a checkpoint without a template.
         """
-        if images is None and videos is None and audio is None:
-            return Inputs(self.encode(text, prepend_bos, padding_side), self.cfg)
+        media = {"images": images, "videos": videos, "audio": audio}
+        if chat.is_chat(text):
+            text, said = chat.rendered(text, self._tokenizer_or_error(), self.processor)
+            media |= _once(said, media)
         texts = _texts(text)
-        out, sizes = self._processed(texts, images, videos, audio)
+        if image_tokens is not None and media["images"] is None:
+            raise ValueError(
+                "image_tokens is how many tokens an image becomes: give images with it"
+            )
+        if image_features is not None:
+            return self._with_features(texts, image_features, media, prepend_bos, padding_side)
+        if all(given is None for given in media.values()):
+            return Inputs(self.encode(texts, prepend_bos, padding_side), self.cfg)
+        out, sizes = self._processed(texts, **media, image_tokens=image_tokens)
         # The network reads the token types off the ids, and padding is ours.
         ids, _, _ = (
             out.pop(key, None) for key in ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -416,53 +428,102 @@ class TextInputs:
         return Inputs(on_device, self.cfg, sizes)
 
     def _processed(
-        self, texts: list[str], images: Any, videos: Any, audio: Any
+        self, texts: list[str], images: Any, videos: Any, audio: Any, image_tokens: int | None
     ) -> tuple[dict[str, Any], dict[str, list[Size | None]]]:
         """What the processor makes of it: text as lists of ids, no BOS, no padding; media. And their sizes in pixels."""
         processor = self._processor_or_error()
         media: dict[str, Any] = {}
         sampling: dict[str, Any] = {}
         sizes: dict[str, list[Size | None]] = {}
-        if items := self._matched(texts, "image", _items(images, _never)):
-            pictures = [_image(item) for item in items]
-            sizes["image"] = [_size_of(picture) for picture in pictures]
+        if items := self._matched(texts, "image", images, forms.never):
+            pictures = [forms.image_of(item) for item in items]
+            sizes["image"] = [forms.size_of(picture) for picture in pictures]
             flat = iter(pictures)
             counts = [t.count(self.image_token) for t in texts]
             media["images"] = [[next(flat) for _ in range(n)] for n in counts]  # by row
-        if items := self._matched(texts, "video", _items(videos, _is_video)):
+        if items := self._matched(texts, "video", videos, forms.is_video):
             n_sampled = processor.video_processor.num_frames
-            media["videos"], sampling = _videos_and_sampling(items, n_sampled)
-            of_videos = [_size_of(video) for video in media["videos"]]
-        if items := self._matched(texts, "audio", _items(audio, _is_clip)):
-            media["audio"] = [_clip(item) for item in items]
+            media["videos"], sampling = forms.videos_and_sampling(items, n_sampled)
+            of_videos = [forms.size_of(video) for video in media["videos"]]
+        if items := self._matched(texts, "audio", audio, forms.is_clip):
+            media["audio"] = [forms.clip_of(item) for item in items]
         as_tensors = {"return_tensors": "pt"}
-        out = processor(
-            text=texts,
-            **media,
-            text_kwargs={"add_special_tokens": False, "padding": False},
-            images_kwargs=as_tensors,
-            videos_kwargs=as_tensors | sampling,
-            audio_kwargs=as_tensors,
-        )
+        budget = forms.budget(image_tokens)
+        with forms.processor_errors(sizes.get("image", [])):
+            out = processor(
+                text=texts,
+                **media,
+                text_kwargs={"add_special_tokens": False, "padding": False},
+                images_kwargs=as_tensors | budget,
+                videos_kwargs=as_tensors | sampling,
+                audio_kwargs=as_tensors,
+            )
         if "videos" in media:
-            n_frames = _frames_per_video(out)
+            n_frames = forms.frames_per_video(out)
             sizes["frame"] = [
                 size for size, n in zip(of_videos, n_frames, strict=True) for _ in range(n)
             ]
         return dict(out), sizes
 
-    def _matched(self, texts: list[str], kind: str, items: list[Any]) -> list[Any]:
-        """The items, when there are as many as placeholders."""
+    def _matched(self, texts: list[str], kind: str, given: Any, is_one: forms.IsOne) -> list[Any]:
+        """Media of a kind one after another, when there are as many as placeholders."""
+        items = forms.items_of(given, is_one)
         token = getattr(self._processor_or_error(), f"{kind}_token", None)
         if items:
             token = self._placeholder(f"{kind}_token")
-        n = sum(t.count(token) for t in texts) if token else 0
-        if n != len(items):
+        counts = [t.count(token) if token else 0 for t in texts]
+        if sum(counts) != len(items):
             raise ValueError(
-                f"the text holds {n} placeholders {token!r}, and {len(items)} of kind {kind} were "
+                f"the text holds {sum(counts)} placeholders {token!r}, and {len(items)} of kind {kind} were "
                 f"given: write one placeholder for each, as in '{token} What is this?'"
             )
+        by_text = forms.counts_by_text(given, is_one)
+        if by_text not in (None, counts):
+            raise ValueError(
+                f"the texts hold {counts} placeholders {token!r}, and {by_text} of kind {kind} were given, text by "
+                "text: give as many for each, or all in one list"
+            )
         return items
+
+    def _with_features(
+        self,
+        texts: list[str],
+        given: Any,
+        media: dict[str, Any],
+        prepend_bos: bool | None,
+        padding_side: PaddingSide | None,
+    ) -> Inputs:
+        """Text with as many image tokens for each placeholder as its features have."""
+        if others := [keyword for keyword, items in media.items() if items is not None]:
+            raise ValueError(
+                f"image_features and {', '.join(others)} were given: features stand for images, and go with text alone"
+            )
+        items: list[ImageFeatures] = self._matched(texts, "image", given, forms.never)
+        processor, rest = self._processor_or_error(), iter(items)
+
+        def written_out(text: str) -> str:
+            first, *others = text.split(self.image_token)
+            spans = [
+                f"{processor.boi_token}{self.image_token * len(next(rest))}{processor.eoi_token}"
+                for _ in others
+            ]
+            return first + "".join(span + other for span, other in zip(spans, others, strict=True))
+
+        encoded = self.encode([written_out(text) for text in texts], prepend_bos, padding_side)
+        return Inputs(
+            encoded | together(items, self.device),
+            self.cfg,
+            {"image": [item.size for item in items]},
+        )
+
+
+def _once(said: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Media from messages, which may not be given a second time."""
+    if twice := [keyword for keyword in said if given[keyword] is not None]:
+        raise ValueError(
+            f"{', '.join(twice)} are in the messages and given beside them: give them once"
+        )
+    return said
 
 
 def load_tokenizer(folder: Path | None) -> Any:
@@ -518,200 +579,3 @@ def _pad(row: list[int], width: int, side: PaddingSide, value: int) -> list[int]
 def _check_side(side: Any) -> None:
     if side not in (None, "left", "right"):
         raise ValueError(f"padding_side is {side!r}; use 'left' or 'right'")
-
-
-def _tensor(value: Any) -> Tensor:
-    """A tensor as it is; of anything else a copy, since an array may be read-only."""
-    import numpy as np
-
-    return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-
-
-# -- what media may look like ---------------------------------------------------------------
-
-
-def _items(given: Any, is_one: Callable[[Any], bool]) -> list[Any]:
-    """One or several media, or rows of several, as a flat list."""
-    if given is None:
-        return []
-    if is_one(given) or not isinstance(given, (list, tuple)):
-        return [given]
-    return [item for inner in given for item in _items(inner, is_one)]
-
-
-def _never(value: Any) -> bool:
-    return False
-
-
-def _with_rate(value: Any) -> bool:
-    """`(array, rate)`, which is one item and no list of two."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float))
-
-
-def _is_clip(value: Any) -> bool:
-    """`(array, rate)`, or samples in a list."""
-    return _with_rate(value) or (_is_full_list(value) and isinstance(value[0], (int, float)))
-
-
-def _is_video(value: Any) -> bool:
-    """`(frames, rate)`, or frames in a list."""
-    return _with_rate(value) or (_is_full_list(value) and _is_picture(value[0]))
-
-
-def _is_full_list(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0
-
-
-def _is_picture(value: Any) -> bool:
-    return _is_pil(value) or getattr(value, "ndim", None) == 3
-
-
-def _is_pil(value: Any) -> bool:
-    return hasattr(value, "convert")
-
-
-def _image(value: Any) -> Any:
-    """What the image processor takes; it divides by 255 and asks no question."""
-    if isinstance(value, (str, Path)):
-        path = _path(value)
-        return path if _is_address(path) else _opened(path)
-    return value if _is_pil(value) else _pixels(value, 3, "an image")
-
-
-def _size_of(picture: Any) -> Size | None:
-    """Width and height of what goes to the processor; None of what it will fetch or decode itself."""
-    if isinstance(picture, str):
-        return None
-    if _is_pil(picture):
-        return picture.size
-    return picture.shape[-1], picture.shape[-2]
-
-
-def _opened(path: str) -> Any:
-    """A file's picture as viewers show it: a photograph may be stored on its side."""
-    from PIL import Image, ImageOps
-
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image)  # a copy, so the file may be closed
-
-
-def _pixels(value: Any, ndim: int, what: str) -> Tensor:
-    """Pixel values from 0 to 255, whole or not."""
-    pixels = _tensor(value)
-    if pixels.ndim != ndim or 3 not in (pixels.shape[-3], pixels.shape[-1]):
-        axes = "height width 3] or [3 height width]"
-        raise ValueError(
-            f"{what} is {list(pixels.shape)}; needed is [{'frame ' * (ndim - 3)}{axes}. "
-            "Other channels: PIL.Image.fromarray(array).convert('RGB')"
-        )
-    low, high = pixels.aminmax()
-    top = 1 if pixels.is_floating_point() else 255
-    if low < 0 or high > top:
-        raise ValueError(
-            f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; "
-            "floats are in [0, 1], whole numbers 0 to 255"
-        )
-    if (
-        pixels.shape[-3] != 3
-    ):  # channels first, since the processor guesses: 4 rows are channels to it
-        pixels = pixels.movedim(-1, -3)
-    return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
-
-
-def _videos_and_sampling(items: list[Any], n_sampled: int) -> tuple[list[Any], dict[str, Any]]:
-    """The processor samples all videos of a call or none, and refuses to sample short ones."""
-    pairs = [item if _with_rate(item) else (item, None) for item in items]
-    files = [isinstance(video, (str, Path)) for video, _ in pairs]
-    if all(files):
-        return [_path(video) for video, _ in pairs], {}
-    if any(files):
-        raise ValueError(
-            "videos are all files or all frames, the processor takes no mixture: read the files"
-        )
-    frames = [_frames(video) for video, _ in pairs]
-    lengths = list(map(len, frames))
-    if min(lengths) < n_sampled < max(lengths):
-        raise ValueError(
-            f"the videos have {lengths} frames: those above {n_sampled} are sampled down to it, "
-            "shorter ones go in whole, and the processor does one or the other. "
-            f"Cut the long ones: video[:{n_sampled}]"
-        )
-    metadata = [
-        {"total_num_frames": n, "fps": rate, "frames_indices": list(range(n))}
-        for n, (_, rate) in zip(lengths, pairs, strict=True)
-    ]
-    return frames, {"do_sample_frames": min(lengths) >= n_sampled, "video_metadata": metadata}
-
-
-def _frames_per_video(out: Any) -> list[int]:
-    """How many frames of each video the processor kept, as 5.24 says it and as 5.10.1 shows it."""
-    if "num_frames_per_video" in out:
-        return torch.as_tensor(out["num_frames_per_video"]).tolist()
-    videos, frames = torch.as_tensor(out["pixel_values_videos"]).shape[:2]
-    return [frames] * videos
-
-
-def _frames(video: Any) -> Tensor:
-    """Frames `[frame ...]`, from a tensor, an array, or a list of images."""
-    if isinstance(video, (list, tuple)):
-        import numpy as np
-
-        video = np.stack([np.asarray(f.convert("RGB") if _is_pil(f) else f) for f in video])
-    return _pixels(video, 4, "a video")
-
-
-def _clip(value: Any) -> Any:
-    """A clip for the feature extractor, which neither mixes channels nor resamples nor looks."""
-    if isinstance(value, (str, Path)):
-        value = _sound_of(_path(value))
-    samples, rate = value if _with_rate(value) else (value, SAMPLE_RATE)
-    samples = _tensor(samples).detach().cpu()
-    if samples.ndim != 1 or not len(samples):
-        raise ValueError(
-            f"the clip is {list(samples.shape)}; needed is one channel [sample]: "
-            "clip.mean(0) mixes [channel sample]"
-        )
-    if rate != SAMPLE_RATE:
-        raise ValueError(
-            f"the clip is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
-            f"torchaudio.functional.resample(clip, {rate}, {SAMPLE_RATE})"
-        )
-    if samples.is_floating_point():
-        return samples.float().numpy()
-    if samples.dtype == torch.uint8:  # PCM in one byte is the only one without a sign
-        samples = (samples.to(torch.int16) - 128).to(torch.int8)
-    return (samples / (torch.iinfo(samples.dtype).max + 1)).float().numpy()
-
-
-def _sound_of(path: str) -> tuple[numpy.ndarray, int]:
-    """A file's samples `[sample]` or `[sample channel]` and rate."""
-    if _is_address(path) or Path(path).suffix.lower() != ".wav":
-        return _decoded(path)
-    try:
-        with wave.open(path) as file:
-            n_channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-            data = bytearray(file.readframes(file.getnframes()))
-    except (wave.Error, EOFError):  # floats in a WAV, for one
-        return _decoded(path)
-    if width not in PCM_BYTES:
-        return _decoded(path)
-    samples = torch.frombuffer(data, dtype=PCM_BYTES[width]) if data else torch.zeros(0)
-    return (samples if n_channels == 1 else samples.view(-1, n_channels)).numpy(), rate
-
-
-def _decoded(path: str) -> tuple[numpy.ndarray, int]:
-    from transformers.audio_utils import load_audio
-
-    return load_audio(path, sampling_rate=SAMPLE_RATE), SAMPLE_RATE
-
-
-def _path(value: str | Path) -> str:
-    """A path that exists, or an address: transformers takes any other text for base64."""
-    text = str(value)
-    if not _is_address(text) and not Path(text).is_file():
-        raise FileNotFoundError(f"no file {text!r}")
-    return text
-
-
-def _is_address(text: str) -> bool:
-    return text.startswith(("http://", "https://", "data:"))

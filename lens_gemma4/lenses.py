@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -32,6 +33,7 @@ from lens_gemma4.readings import (
     read,
     row_bytes,
 )
+from lens_gemma4.spans import Span, media_labels
 from lens_gemma4.utils import Slice
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class Lens(Readings):
         ids: the prompt's ids there; None when the run had none.
         mask: False on padding; None when nothing is.
         norm: "recomputed" or "frozen".
+        media: names of image, video and sound tokens, by prompt and number of the position read: "image[0] (3, 2)".
     """
 
     kl: Float[Tensor, "place batch pos"] | None
@@ -107,6 +110,7 @@ class Lens(Readings):
     mask: Bool[Tensor, "batch pos"] | None
     norm: Norm
     axes: tuple[str, ...] = field(default=("place", "batch", "pos"), init=False)
+    media: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         sizes = ", ".join(
@@ -140,6 +144,13 @@ class Lens(Readings):
         ids, probs = self.top_ids[where].tolist(), self.top_probs[where].tolist()
         return [(self.name(token), prob) for token, prob in zip(ids, probs, strict=True)]
 
+    def at_position(self, batch: int = 0, pos: int = -1) -> str | None:
+        """The prompt's token there, or the patch of an image, as text; None when the run had no ids. `pos` counts those read."""
+        pos = range(len(self.positions))[pos]
+        if (batch, pos) in self.media:
+            return self.media[batch, pos]
+        return None if self.ids is None else self.name(int(self.ids[batch, pos]))
+
     def to_dataframe(self) -> Any:
         """A row for each place, position and token, padding left out.
 
@@ -154,7 +165,7 @@ class Lens(Readings):
                 "point": place.point,
                 "batch": batch,
                 "position": position,
-                "at": None if self.ids is None else self.name(int(self.ids[batch, pos])),
+                "at": self.at_position(batch, pos),
                 **entry,
                 **self._numbers((i, batch, pos)),
             }
@@ -187,10 +198,9 @@ class Lens(Readings):
         kept = [i for i in every if self.mask is None or bool(self.mask[batch, i])]
         grid = self.grid(value, token)[:, batch]
         first = self.top_ids[:, batch, :, 0]
+        words = {i: self.at_position(batch, i) for i in kept}
         columns = [
-            f"{self.positions[i]}"
-            + ("" if self.ids is None else f" {self.name(int(self.ids[batch, i]))}")
-            for i in kept
+            f"{self.positions[i]}" + ("" if words[i] is None else f" {words[i]}") for i in kept
         ]
         about = "" if token is None else f" of {self.name(token)!r}"
         return plots.heatmap(
@@ -275,6 +285,7 @@ def logit_lens(
         ids=run.ids,
         mask=run.mask,
         norm=norm,
+        media=run.media,
     )
 
 
@@ -302,6 +313,7 @@ class Run(NamedTuple):
     positions: tuple[int, ...]
     ids: Int[Tensor, "batch pos"] | None
     mask: Bool[Tensor, "batch pos"] | None
+    media: Mapping[tuple[int, int], str] = MappingProxyType({})
 
 
 def _run(
@@ -322,7 +334,7 @@ def _run(
             raise TypeError(f"a cache has been run already: {sorted(inputs)} cannot change it")
         return _streams(input, places, last, scale, chosen)
     tensors = model.prepare(input, **inputs)
-    ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
+    ids, mask, spans = tensors.get("input_ids"), tensors.get("attention_mask"), tensors.spans
     stream, start = tensors.pop("resid", None), inputs.get("start_at_layer")
     given = next(x for x in (stream, ids, tensors.get("inputs_embeds")) if x is not None)
     names = [name for name in (*(place.hook for place in places), last, scale) if name is not None]
@@ -337,11 +349,23 @@ def _run(
     )
     # The cache knows neither ids nor mask at its positions: they are cut as its values were.
     cache = cast(ActivationCache, kept)
+    read = chosen.indices(given.shape[1]).tolist()
     return _streams(cache, places, last, scale, Slice())._replace(
-        positions=tuple(chosen.indices(given.shape[1]).tolist()),
+        positions=tuple(read),
+        media=_media(spans, read, len(given)),
         ids=None if ids is None else chosen.apply(ids, dim=-1),
         mask=None if mask is None else chosen.apply(mask, dim=-1).bool(),
     )
+
+
+def _media(spans: Sequence[Span], read: Sequence[int], batch: int) -> dict[tuple[int, int], str]:
+    """Names of media tokens by prompt and number of the position read."""
+    return {
+        (row, i): labels[position]
+        for row, labels in enumerate(media_labels(spans, row) for row in range(batch))
+        for i, position in enumerate(read)
+        if position in labels
+    }
 
 
 def _streams(
@@ -359,14 +383,34 @@ def _streams(
 
     streams = {place: value(place.hook) for place in places}
     n_pos = cache[places[0].hook].shape[-2]
+    read = chosen.indices(n_pos).tolist()
+    ids = value("hook_tokens", dim=-1) if "hook_tokens" in cache else None
     return Run(
         streams,
         None if last is None else value(last),
         None if scale is None else value(scale),
-        tuple(chosen.indices(n_pos).tolist()),
-        value("hook_tokens", dim=-1) if "hook_tokens" in cache else None,
+        tuple(read),
+        ids,
         None,
+        {} if ids is None else _media_of_cache(cache, ids, read),
     )
+
+
+def _media_of_cache(
+    cache: ActivationCache, ids: Int[Tensor, "batch pos"], read: Sequence[int]
+) -> dict[tuple[int, int], str]:
+    """As `_media`, from the names that a cache keeps."""
+    if "token_labels" not in cache:
+        return {}
+    labels = cache["token_labels"] if cache.has_batch_dim else [cache["token_labels"]]
+    cfg = cache.cfg
+    placeholders = (cfg.image_token_id, cfg.video_token_id, cfg.audio_token_id)
+    return {
+        (row, i): labels[row][read[i]]
+        for row, tokens in enumerate(ids.tolist())
+        for i, token in enumerate(tokens)
+        if token in placeholders
+    }
 
 
 def _read_places(

@@ -42,6 +42,7 @@ INPUT_KEYS = (
     "mm_token_type_ids",
     "pixel_values",
     "image_position_ids",
+    "image_features",
     "pixel_values_videos",
     "video_position_ids",
     "num_frames_per_video",
@@ -502,6 +503,7 @@ class Gemma4(HookedRootModule):
         mm_token_type_ids: Int[Tensor, "batch pos"] | None = None,
         pixel_values: Tensor | None = None,
         image_position_ids: Tensor | None = None,
+        image_features: Float[Tensor, "token d_model"] | None = None,
         pixel_values_videos: Tensor | None = None,
         video_position_ids: Tensor | None = None,
         num_frames_per_video: Tensor | None = None,
@@ -514,20 +516,24 @@ class Gemma4(HookedRootModule):
     ) -> Tensor:
         """Run the blocks from `start_at_layer` (on `resid`) up to, not including, `stop_at_layer`.
 
-        Takes what a transformers processor returns. Returns logits `[batch pos d_vocab]`, or the stream
+        Takes what a transformers processor returns; `image_features` are what `vision.hook_image_features` showed of the
+        same images, and take the place of their pixels. Returns logits `[batch pos d_vocab]`, or the stream
         `[batch pos d_model]` entering block `stop_at_layer`; without `with_logits`, the last norm's output.
         """
         media = {
-            "vision": pixels_and_places(
-                "pixel_values", pixel_values, "image_position_ids", image_position_ids
-            ),
+            "vision": self._pictures(pixel_values, image_position_ids, image_features),
             "video": pixels_and_places(
                 "pixel_values_videos", pixel_values_videos, "video_position_ids", video_position_ids
             ),
             "audio": frames_and_mask(input_features, input_features_mask),
         }
         start, stop = self._range(start_at_layer, stop_at_layer, resid)
-        given = {"resid": resid, "inputs_embeds": inputs_embeds, **media}
+        given = {
+            "resid": resid,
+            "inputs_embeds": inputs_embeds,
+            "features": image_features,
+            **media,
+        }
         self._call = Call(
             start, stop, stop_at_layer, frozenset(k for k, v in given.items() if v is not None)
         )
@@ -537,7 +543,7 @@ class Gemma4(HookedRootModule):
         if resid is None:
             input_ids, stream = self._embed(input_ids, inputs_embeds)
             types = self._types(input_ids, mm_token_type_ids, media, stream)
-            stream = self._scatter(stream, input_ids, types, media)
+            stream = self._scatter(stream, input_ids, types, media, inputs_embeds is not None)
         else:
             stream = self._outer_stream("the stream", resid)
             types = self._types(input_ids, mm_token_type_ids, media, resid)
@@ -663,10 +669,34 @@ class Gemma4(HookedRootModule):
             types = types if token is None else types.masked_fill(ids == token, kind)
         return types
 
+    def _pictures(
+        self, pixels: Tensor | None, places: Tensor | None, features: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        """Patches to embed and their places, or features that were embedded before."""
+        if features is None:
+            return pixels_and_places("pixel_values", pixels, "image_position_ids", places)
+        if pixels is not None:
+            raise ValueError("pixel_values and image_features are the same images: give one")
+        if features.ndim != 2 or features.shape[-1] != self.cfg.d_model:
+            raise ValueError(
+                f"image_features is {list(features.shape)}; needed is [token {self.cfg.d_model}]"
+            )
+        return (features.clone(),)  # the caller may change theirs, and a hook may change these
+
+    def _features(self, name: str, media: tuple[Tensor, ...]) -> Float[Tensor, "token d_model"]:
+        """Of one kind of media, as they are scattered."""
+        embedder = getattr(self, name)
+        return embedder.hook_image_features(*media) if len(media) == 1 else embedder(*media)
+
     def _scatter(
-        self, stream: Tensor, ids: Tensor | None, types: Tensor | None, media: Mapping[str, Any]
+        self,
+        stream: Tensor,
+        ids: Tensor | None,
+        types: Tensor | None,
+        media: Mapping[str, Any],
+        embedded: bool,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Image, video and audio features in place of their placeholders."""
+        """Image, video and audio features in place of their placeholders; a stream `embedded` outside may hold them."""
         for kind, (name, token) in enumerate(self._placeholders().items(), 1):
             if not self.cfg.is_wrapper:
                 if media[name] is not None:
@@ -674,8 +704,10 @@ class Gemma4(HookedRootModule):
                         f"{_MEDIUM[name]} input was given, but {names.absent(_ROW[name], self.cfg)}"
                     )
                 continue
+            if embedded and media[name] is None:
+                continue
             where = _equal(ids, token) if ids is not None else _equal(types, kind)
-            features = None if media[name] is None else getattr(self, name)(*media[name])
+            features = None if media[name] is None else self._features(name, media[name])
             wanted = 0 if where is None else int(where.sum())
             given = 0 if features is None else features.shape[0]
             if wanted != given:
@@ -776,6 +808,8 @@ class Gemma4(HookedRootModule):
             return "start_at_layer runs on a given stream, which comes after it"
         elif head in _MEDIUM and head not in call.given:
             return f"no {_MEDIUM[head]} was given"
+        elif head == "vision" and "features" in call.given and name != "vision.hook_image_features":
+            return "image_features were given, so no pixels are embedded"
         elif head == "hook_tokens" and "inputs_embeds" in call.given:
             return "inputs_embeds were given, so no ids are embedded"
         return None

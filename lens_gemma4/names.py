@@ -283,7 +283,10 @@ BY_NAME = {row.name: row for row in ROWS}
 STANDARD = {alias: row.name for row in ROWS for alias in row.standard}
 
 # Served by the cache from what was given or cached; no hook point.
-DERIVED = ("attention_mask", "input_size", "next_token_probs", "vision.image_token_mask")
+DERIVED = (
+    *("attention_mask", "input_size", "next_token_probs", "token_labels"),
+    "vision.image_token_mask",
+)
 
 # TransformerLens's short words, by where they live in a block.
 _SHORT = {

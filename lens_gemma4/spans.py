@@ -5,7 +5,8 @@ A picture has no tower: each patch is one row of the stream, and a `Span` says w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["image", "frame", "audio"]
 Size = tuple[int, int]  # width and height in pixels
-Box = Sequence[float]  # left, top, right, bottom in pixels
+Box = Sequence[float | int]  # left, top, right, bottom in pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +126,41 @@ class Span:
                 "picture itself (images=), or its size=(width, height)"
             )
         return known
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFeatures:
+    """An image as the embedder leaves it, to be used in place of the image: `model(text, image_features=...)`.
+
+    Args:
+        features: one row of the stream for each patch.
+        grid: x and y of each patch, in patches.
+        size: width and height of the original picture in pixels.
+    """
+
+    features: Float[Tensor, "token d_model"]
+    grid: Int[Tensor, "token 2"]
+    size: Size | None = None
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.features)
+
+
+def together(items: Sequence[ImageFeatures], device: torch.device) -> dict[str, Tensor]:
+    """Images' features and places as the network takes them: those of all images one after another, and by image.
+
+    Raises:
+        TypeError: something else than features.
+    """
+    if wrong := [item for item in items if not isinstance(item, ImageFeatures)]:
+        raise TypeError(
+            f"image_features takes what embed_image returns, got {type(wrong[0]).__name__}: to change the numbers in one, "
+            "dataclasses.replace(it, features=...)"
+        )
+    grids = torch.nn.utils.rnn.pad_sequence([i.grid for i in items], True, -1)
+    features = torch.cat([item.features for item in items])
+    return {"image_features": features.to(device), "image_position_ids": grids.to(device)}
 
 
 class Medium(NamedTuple):
@@ -273,14 +309,27 @@ def token_labels(model: HookedModel, tensors: Mapping[str, Any]) -> list[list[st
 
     Without a tokenizer, or without ids, text tokens are their positions: "0", "1".
     """
-    ids = tensors.get("input_ids")
-    embeds = tensors.get("inputs_embeds") if ids is None else ids
-    given = tensors["resid"] if embeds is None else embeds
-    batch, pos = given.shape[:2]
-    spans = spans_of(model, tensors)
+    return labels_of(model.tokenizer, tensors, spans_of(model, tensors))()
+
+
+def labels_of(
+    tokenizer: Any, tensors: Mapping[str, Any], spans: Sequence[Span]
+) -> Callable[[], list[list[str]]]:
+    """`token_labels`, for later: it keeps of the call no more than ids and spans, and nothing of the model."""
+    given = (tensors.get(name) for name in ("input_ids", "inputs_embeds", "resid"))
+    batch, pos = next(one for one in given if one is not None).shape[:2]
+    return functools.partial(_labels, tokenizer, tensors.get("input_ids"), batch, pos, list(spans))
+
+
+def _labels(
+    tokenizer: Any, ids: Tensor | None, batch: int, pos: int, spans: Sequence[Span]
+) -> list[list[str]]:
     words = [[str(i) for i in range(pos)] for _ in range(batch)]
-    if ids is not None and model.tokenizer is not None:
-        known = {token: model.to_single_str_token(token) for token in ids.unique().tolist()}
+    if ids is not None and tokenizer is not None:
+        known = {
+            token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            for token in ids.unique().tolist()
+        }
         words = [[known[token] for token in row] for row in ids.tolist()]
     for row, labels in enumerate(words):
         for position, label in media_labels(spans, row).items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,7 @@ from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention
 from lens_gemma4.metrics import Measure, Metrics, Reading
 from lens_gemma4.results import SweepResult
+from lens_gemma4.spans import spans_of, token_labels
 from lens_gemma4.variants import Clean, Runner, clean_run
 
 BY_ROW = ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
@@ -69,7 +70,7 @@ def sweep(
         raise ValueError("a sweep needs prompts with ids: give text, ids or a processor's output")
     plan = plans.record(model, tensors, measured, arguments or {})
     values, baseline = _by_prompts(model, tensors, variants, measured, plan, batch_size, save_to)
-    tokens = tokens_of(model, tensors["input_ids"])
+    tokens = tokens_of(model, tensors)
     results = {
         name: SweepResult(
             [one.name for one in variants],
@@ -169,11 +170,10 @@ def check(model: HookedModel, variants: Sequence[Intervention]) -> None:
         model.hook_point(hook)
 
 
-def tokens_of(model: HookedModel, ids: Tensor) -> list[list[str]] | None:
-    """Each prompt's tokens as text, where there is a tokenizer."""
-    if model.tokenizer is None:
-        return None
-    return cast(list[list[str]], [model.to_str_tokens(row) for row in ids])
+def tokens_of(model: HookedModel, tensors: Mapping[str, Any]) -> list[list[str]] | None:
+    """Each prompt's tokens as text, where there is a tokenizer or pictures, of which each patch has a name."""
+    named = model.tokenizer is not None or bool(spans_of(model, tensors))
+    return token_labels(model, tensors) if named else None
 
 
 class _Batch(NamedTuple):

@@ -36,8 +36,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"config", "names", "hooks", "masks", "norms", "media", "errors"},
     "loading": {"config", "names", "model", "errors"},
     "spans": {"config"},
+    "forms": {"spans"},
+    "chat": set(),
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
-    "inputs": {"config", "model", "loading", "spans", "errors"},
+    "inputs": {"config", "model", "loading", "spans", "forms", "chat", "errors"},
     "plots": set(),
     "utils": {"names", "errors"},
     "attribution": {"config", "plots", "utils"},
@@ -47,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "circuits": {"config", "norms", "model", "cache", "factored", "errors"},
     "generate": {"model", "errors"},
     "readings": {"config", "attribution"},
-    "lenses": {"config", "model", "attribution", "cache", "readings", "utils", "plots"},
+    "lenses": {"config", "model", "spans", "attribution", "cache", "readings", "utils", "plots"},
     "hooked_model": {
         *(
             "config",
@@ -57,6 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
             "model",
             "loading",
             "spans",
+            "forms",
+            "chat",
             "inputs",
             "attribution",
             "cache",
@@ -72,8 +76,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"model", "hooked_model", "lenses", "interventions"},
     "results": {"plots"},
     "plans": {"version", "hooked_model", "interventions", "metrics"},
-    "sweep": {"hooked_model", "interventions", "variants", "metrics", "results", "plans"},
-    "changes": {"hooked_model", "interventions", "sweep"},
+    "sweep": {"spans", "hooked_model", "interventions", "variants", "metrics", "results", "plans"},
+    "changes": {"spans", "hooked_model", "interventions", "sweep"},
     "maps": {"hooked_model", "interventions", "changes", "metrics", "results", "sweep"},
     "knockouts": {"hooked_model", "interventions", "changes", "metrics", "sweep"},
     "pairs": {
