@@ -5,7 +5,7 @@ OLDEST := .oldest/.installed
 # The lowest supported transformers, beside the newest that the environment holds.
 OLDEST_TRANSFORMERS := 5.10.1
 
-.PHONY: setup demo test test-slow test-oldest check notebooks bench gpu lint
+.PHONY: setup demo test test-slow test-oldest check notebooks pictures bench gpu lint
 
 setup: $(INSTALLED)
 
@@ -44,6 +44,10 @@ check: setup
 
 notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
+
+# Every kind of figure over a picture, as pages and, by a Chromium or Chrome, as PNG files to look at.
+pictures: setup
+	$(BIN)/python notebooks/pictures.py -o pictures
 
 bench: setup
 	$(BIN)/python benchmarks/loading.py -o benchmarks/results/loading.txt

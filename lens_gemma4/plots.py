@@ -7,8 +7,13 @@ equal tokens stay two columns.
 from __future__ import annotations
 
 import html
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 DIVERGING = "RdBu"  # red below zero, blue above; told apart by colour-blind eyes
@@ -20,9 +25,11 @@ SIDE = 640  # pixels a heatmap may be wide before its columns narrow
 CELL = 34
 WRITTEN_CELL = 72  # pixels of a column in whose cells a word stands
 MARGIN = 90
+BROWSERS = "chromium chromium-browser google-chrome google-chrome-stable chrome msedge".split()
+SECONDS = 60  # that a browser may take for one figure
 
 
-def _graph_objects() -> Any:
+def graph_objects() -> Any:
     try:
         import plotly.graph_objects
     except ImportError as error:
@@ -38,7 +45,7 @@ def require() -> None:
     Raises:
         ImportError: it says what to install.
     """
-    _graph_objects()
+    graph_objects()
 
 
 def heatmap(
@@ -67,7 +74,7 @@ def heatmap(
     >>> heatmap([[1.0, -1.0]], ["block 0"], ["head 0", "head 1"]).data[0].type
     'heatmap'
     """
-    go = _graph_objects()
+    go = graph_objects()
     grid = [[float(value) for value in row] for row in values]
     if len(grid) != len(rows) or any(len(row) != len(columns) for row in grid):
         shape = f"[{len(grid)} {len(grid[0]) if grid else 0}]"
@@ -81,27 +88,27 @@ def heatmap(
         z=grid,
         customdata=[
             [
-                _safe(f"{row_title} {row}, {column_title} {column}")
-                + ("" if cells is None else f": {_safe(cells[i][j])}")
+                safe(f"{row_title} {row}, {column_title} {column}")
+                + ("" if cells is None else f": {safe(cells[i][j])}")
                 for j, column in enumerate(columns)
             ]
             for i, row in enumerate(rows)
         ],
         hovertemplate="%{customdata}: %{z:.4f}<extra></extra>",
-        colorbar={"title": {"text": _safe(unit)}},
+        colorbar={"title": {"text": safe(unit)}},
         xgap=1,
         ygap=1,
         **colours,
     )
     cell = CELL
     if cells is not None:
-        trace.update(text=[[_safe(text) for text in row] for row in cells], texttemplate="%{text}")
+        trace.update(text=[[safe(text) for text in row] for row in cells], texttemplate="%{text}")
         cell = WRITTEN_CELL
     figure = go.Figure(trace)
     figure.update_xaxes(**_ticks(columns, column_title))
     figure.update_yaxes(**_ticks(rows, row_title), autorange="reversed")
     width = min(SIDE, cell * len(columns)) + 2 * MARGIN
-    return _laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
+    return laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
 
 
 def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "") -> Any:
@@ -114,7 +121,7 @@ def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "")
     Raises:
         ValueError: as many labels as values are needed.
     """
-    go = _graph_objects()
+    go = graph_objects()
     heights = [float(value) for value in values]
     if len(heights) != len(labels):
         raise ValueError(f"there are {len(heights)} values and {len(labels)} labels")
@@ -123,13 +130,13 @@ def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "")
         y=list(range(len(heights))),
         orientation="h",
         marker={"color": [BLUE if value >= 0 else RED for value in heights]},
-        customdata=[_safe(label) for label in labels],
+        customdata=[safe(label) for label in labels],
         hovertemplate="%{customdata}: %{x:.4f}<extra></extra>",
     )
     figure = go.Figure(trace)
     figure.update_yaxes(**_ticks(labels, title), autorange="reversed")
-    figure.update_xaxes(title={"text": _safe(unit)}, zeroline=True)
-    return _laid_out(figure, height=24 * len(labels) + MARGIN, width=SIDE + MARGIN)
+    figure.update_xaxes(title={"text": safe(unit)}, zeroline=True)
+    return laid_out(figure, height=24 * len(labels) + MARGIN, width=SIDE + MARGIN)
 
 
 def lines(
@@ -154,7 +161,7 @@ def lines(
     >>> lines([0, 1], {"entropy": [2.0, 0.5]}).data[0].name
     'entropy'
     """
-    go = _graph_objects()
+    go = graph_objects()
     places = [float(place) for place in x]
     figure = go.Figure()
     for i, (name, values) in enumerate(curves.items()):
@@ -167,12 +174,12 @@ def lines(
             )
         style = {"color": CURVES[i % len(CURVES)], "dash": DASHES[i % len(DASHES)]}
         figure.add_scatter(
-            x=places, y=heights, name=_safe(name), mode="lines+markers", line=style, showlegend=True
+            x=places, y=heights, name=safe(name), mode="lines+markers", line=style, showlegend=True
         )
-    figure.update_xaxes(title={"text": _safe(x_title)})
-    figure.update_yaxes(title={"text": _safe(unit)}, type="log" if log else "linear")
+    figure.update_xaxes(title={"text": safe(x_title)})
+    figure.update_yaxes(title={"text": safe(unit)}, type="log" if log else "linear")
     figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-    return _laid_out(figure, height=HEIGHT, width=SIDE + MARGIN)
+    return laid_out(figure, height=HEIGHT, width=SIDE + MARGIN)
 
 
 def scatter(
@@ -193,7 +200,7 @@ def scatter(
     Raises:
         ValueError: as many of both as labels are needed.
     """
-    go = _graph_objects()
+    go = graph_objects()
     across, up = ([float(value) for value in values] for values in (x, y))
     if not len(across) == len(up) == len(labels):
         raise ValueError(f"there are {len(across)} x, {len(up)} y and {len(labels)} labels")
@@ -207,31 +214,31 @@ def scatter(
         y=up,
         mode="markers+text",
         marker={"color": BLUE},
-        text=[_safe(label) for label in labels],
+        text=[safe(label) for label in labels],
         textposition="top center",
         hovertemplate="%{text}: %{x:.4f}, %{y:.4f}<extra></extra>",
     )
-    figure.update_xaxes(title={"text": _safe(x_title)}, zeroline=True)
-    figure.update_yaxes(title={"text": _safe(y_title)}, zeroline=True)
+    figure.update_xaxes(title={"text": safe(x_title)}, zeroline=True)
+    figure.update_yaxes(title={"text": safe(y_title)}, zeroline=True)
     figure.update_layout(showlegend=False)
-    return _laid_out(figure, height=SIDE, width=SIDE + MARGIN)
+    return laid_out(figure, height=SIDE, width=SIDE + MARGIN)
 
 
 def _ticks(labels: Sequence[str], title: str) -> dict[str, Any]:
     places = list(range(len(labels)))
     return {
         "tickvals": places,
-        "ticktext": [_safe(label) for label in labels],
-        "title": {"text": _safe(title)},
+        "ticktext": [safe(label) for label in labels],
+        "title": {"text": safe(title)},
     }
 
 
-def _safe(text: Any) -> str:
+def safe(text: Any) -> str:
     """plotly reads tags and entities in every label."""
     return html.escape(str(text), quote=False)
 
 
-def _laid_out(figure: Any, height: int, width: int) -> Any:
+def laid_out(figure: Any, height: int, width: int) -> Any:
     return figure.update_layout(
         template="plotly_white",
         height=height,
@@ -239,6 +246,81 @@ def _laid_out(figure: Any, height: int, width: int) -> Any:
         margin={"l": MARGIN, "r": 20, "t": 20, "b": 50},
         font={"size": 13},
     )
+
+
+# -- as a file ----------------------------------------------------------------------------------------
+
+
+def save_png(
+    figure: Any, path: str | Path, *, scale: float = 2.0, browser: str | None = None
+) -> None:
+    """Write a figure as a PNG, by a Chromium or Chrome without a window. (As a page: `figure.write_html(path)`.)
+
+    Args:
+        scale: pixels of the file for each of the figure.
+        browser: its command or path; by default the first one found.
+    Raises:
+        RuntimeError: no such browser, or it draws nothing.
+    """
+    program = _browser(browser)
+    width, height = figure.layout.width or 700, figure.layout.height or 450
+    path = Path(path)
+    with tempfile.TemporaryDirectory() as folder:
+        page, shot = Path(folder) / "figure.html", Path(folder) / "figure.png"
+        inner = figure.to_html(
+            full_html=False, include_plotlyjs=True, config={"displayModeBar": False}
+        )
+        head = '<!DOCTYPE html><meta charset="utf-8"><body style="margin:0;background:#fff">'
+        page.write_text(head + inner, encoding="utf-8")
+        # The window is taller than the figure: some versions count their own bars to its height.
+        command = [
+            *(program, "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+            *(
+                ["--no-sandbox"] if getattr(os, "geteuid", lambda: 1)() == 0 else []
+            ),  # root needs it
+            f"--user-data-dir={folder}/profile",
+            f"--force-device-scale-factor={scale:g}",
+            f"--window-size={width},{height + 200}",
+            f"--screenshot={shot}",
+            page.as_uri(),
+        ]
+        said = _run(command)
+        if not shot.is_file():
+            raise RuntimeError(f"{program} wrote no picture: {said[-500:]}")
+        _crop(shot, path, int(width * scale), int(height * scale))
+
+
+def _browser(given: str | None) -> str:
+    for name in BROWSERS if given is None else [given]:
+        if found := shutil.which(name):
+            return found
+    asked = f"no program {given!r}" if given else f"none of {', '.join(BROWSERS)} was found"
+    raise RuntimeError(
+        f"a PNG needs a Chromium or Chrome, and {asked}: install one, name it with browser=, "
+        "or write the figure as a page: figure.write_html(path)"
+    )
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run a browser to its end; what it said."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {SECONDS} s"
+    except OSError as error:
+        return str(error)
+    return run.stderr
+
+
+def _crop(shot: Path, path: Path, width: int, height: int) -> None:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "a PNG needs pillow, which is not installed: pip install 'lens-gemma4[media]'"
+        ) from error
+    with Image.open(shot) as picture:
+        picture.crop((0, 0, width, height)).convert("RGB").save(path, "PNG")
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -343,7 +425,7 @@ def page(title: str, sections: Sequence[Section], intro: str = "") -> str:
     Returns:
         The page's text; write it as UTF-8.
     """
-    _graph_objects()
+    graph_objects()
     from plotly.offline import get_plotlyjs
 
     links = "".join(

@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the list of a prepared call's keys, and the files that a checkpoint's text needs
     "inputs": {"config", "model", "loading", "spans", "forms", "chat", "errors"},
     "plots": set(),
+    "overlays": {"plots"},
     "utils": {"names", "errors"},
     "attribution": {"config", "plots", "utils"},
     "stacks": {"config", "attribution", "utils"},
@@ -139,6 +140,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "edges": {
         *("plots", "norms", "model", "hooked_model", "interventions", "metrics", "results"),
         *("sweep", "maps", "changes", "gradients", "estimates", "paths"),
+    },
+    "pictures": {
+        *("masks", "spans", "forms", "plots", "overlays", "attribution", "cache", "lenses"),
+        *("hooked_model", "results"),
     },
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
