@@ -52,7 +52,7 @@ def read(path: str | Path, columns: Sequence[str]) -> Rows:
 
 def _json_lines(path: Path) -> list[tuple[int, Any]]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
                 found.append((number, json.loads(line)))
