@@ -147,7 +147,7 @@ class ImageFeatures:
         return len(self.features)
 
 
-def together(items: Sequence[ImageFeatures], device: torch.device) -> dict[str, Tensor]:
+def together(items: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
     """Images' features and places as the network takes them: those of all images one after another, and by image.
 
     Raises:
