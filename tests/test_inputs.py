@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import wave
 from pathlib import Path
@@ -618,9 +619,127 @@ def test_a_grey_picture_is_one_with_three_equal_channels(model, tmp_path):
         assert torch.equal(given, wanted)
 
 
+def test_a_picture_of_few_rows_is_not_taken_for_channels(model):
+    """The processor guesses: an array of four rows, or of one, is a picture of so many channels to it."""
+    for height in (1, 2, 4):
+        image = picture(30, height)
+        wanted = model.encode_inputs(model.image_token, images=image)
+        given = model.encode_inputs(model.image_token, images=np.asarray(image))
+        assert all(torch.equal(given[key], value) for key, value in wanted.items()), height
+        assert given.spans[0].size == (30, height)
+    rows_first = np.array(picture(30, 4))
+    guessed = model.processor.image_processor.process_image(rows_first, do_convert_rgb=True)
+    assert tuple(guessed.shape) == (4, 30, 3)  # the control
+
+
+@pytest.mark.parametrize("image_tokens", inputs.forms.BUDGETS)
+def test_a_budget_of_tokens_is_the_processors_own(folder, image_tokens):
+    model = HookedModel.from_pretrained(folder)
+    model.cfg = dataclasses.replace(model.cfg, n_ctx=2000)
+    text = f"{model.image_token} is"
+    ours = model.encode_inputs(text, images=picture(), image_tokens=image_tokens)
+    theirs = model.processor(
+        text=text, images=[picture()], max_soft_tokens=image_tokens, return_tensors="pt"
+    )
+    same(ours, theirs)
+    n = int((ours["input_ids"] == model.cfg.image_token_id).sum())
+    assert image_tokens * 0.8 < n <= image_tokens == ours["pixel_values"].shape[1]
+    assert model.processor.image_processor.max_soft_tokens == 70  # nothing was changed for good
+    by_call = model.prepare(text, images=picture(), image_tokens=image_tokens)
+    assert torch.equal(by_call["pixel_values"], ours["pixel_values"])
+
+
+def test_a_budget_counts_in_every_call_that_takes_text(model):
+    text, given = f"{model.image_token} is", {"images": picture(24, 24), "image_tokens": 140}
+    n = model(text, **given).shape[1]
+    assert n > model(text, images=given["images"]).shape[1]  # the control
+    assert model.run_with_cache(text, names_filter="hook_tokens", **given)[0].shape[1] == n
+    assert model.run_with_hooks(text, fwd_hooks=[], **given).shape[1] == n
+    assert model.logit_lens(text, layers=0, **given).top_ids.shape[2] == n
+    assert model.attribute(text, 9, by="part", **given).values.shape[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "message"),
+    [
+        (
+            "<|image|>",
+            {"image_tokens": 100},
+            "is 100; the processor allows 70, 140, 280, 560, 1120",
+        ),
+        ("The", {"images": None, "image_tokens": 70}, "how many tokens an image becomes"),
+        ([[2, 5]], {"images": None, "image_tokens": 70}, "go with text"),
+        ({"input_ids": [[2, 5]]}, {}, "go with text"),
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused(model, text, given, message):
+    if isinstance(text, dict):
+        text = {"input_ids": torch.tensor(text["input_ids"])}
+    with pytest.raises(ValueError, match=message):
+        model(text, **{"images": picture(), **given})
+
+
+def test_media_may_be_listed_text_by_text(model):
+    token = model.image_token
+    texts = [f"{token} {token}", "The", token]
+    images = [picture(seed=n) for n in range(3)]
+    wanted = model.encode_inputs(texts, images=images)
+    for rows in ([images[:2], [], images[2:]], [images[:2], None, images[2]]):
+        given = model.encode_inputs(texts, images=rows)
+        assert all(torch.equal(given[key], value) for key, value in wanted.items())
+    with pytest.raises(
+        ValueError, match=r"hold \[2, 0, 1\] placeholders .* and \[1, 0, 2\] of kind"
+    ):
+        model.encode_inputs(texts, images=[images[:1], [], images[1:]])
+    with pytest.raises(ValueError, match=r"hold \[1, 1\] placeholders .* and \[2\] of kind audio"):
+        model.encode_inputs([model.audio_token] * 2, audio=[[sound(), sound()]])
+
+
+def test_a_file_that_cannot_be_read_is_named(model, tmp_path):
+    picture().save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    for name, content in (("cut.png", whole[:200]), ("text.png", b"hello"), ("none.png", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} is no picture that can be read"):
+            model.encode_inputs(model.image_token, images=tmp_path / name)
+    model.encode_inputs(model.image_token, images=tmp_path / "whole.png")
+
+
+def test_a_picture_too_large_for_pil_is_an_error_that_says_how_to_go_on(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    picture(48, 36).save(tmp_path / "large.png")
+    with pytest.raises(ValueError, match=r"large\.png: .*1728 pixels.*raise PIL\.Image\.MAX"):
+        model.encode_inputs(model.image_token, images=tmp_path / "large.png")
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (3, 900), (4000, 50)])
+def test_extreme_shapes_are_what_the_processor_makes_of_them(model, size):
+    text = f"{model.image_token} is"
+    ours = model.encode_inputs(text, images=Image.new("RGB", size, "red"))
+    columns, rows = ours.spans[0].shape
+    assert 1 <= columns * rows <= 70 and (columns >= rows) == (size[0] >= size[1])
+    assert ours.spans[0].boxes()[-1, 2:].tolist() == list(size)
+
+
+def test_the_processors_failures_are_one_line_with_the_sizes(model, monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("float division by zero\nand more")
+
+    monkeypatch.setattr(type(model.processor), "__call__", fail)
+    with pytest.raises(
+        ValueError, match=r"\[\(48, 36\)\] \[width height\]\): float division by zero$"
+    ):
+        model.encode_inputs(model.image_token, images=picture())
+
+
 @pytest.mark.parametrize(
     ("image", "message"),
     [
+        (Image.new("RGB", (0, 5)), r"an image is \[0, 5\] \[width height\]: it has no pixel"),
+        (np.zeros((0, 5, 3), np.uint8), r"an image is \[0, 5, 3\]: it has no pixel"),
+        (np.full((8, 8, 3), np.nan), "values from nan to nan"),
         (np.zeros((8, 8, 4), np.uint8), "convert"),
         (np.zeros((8, 8), np.uint8), "convert"),
         (np.zeros((2, 8, 8, 3), np.uint8), r"\[2, 8, 8, 3\]"),
@@ -740,8 +859,12 @@ def test_sound_that_would_be_misheard_is_refused_with_the_fix(model, tmp_path):
     for given in ((sound(), 44_100), write_wav(tmp_path / "fast.wav", short, rate=44_100)):
         with pytest.raises(ValueError, match=r"44100 Hz.*resample\(clip, 44100, 16000\)"):
             model.encode_inputs(token, audio=given)
-    with pytest.raises(ValueError, match=r"clip is \[0\]"):
+    with pytest.raises(ValueError, match=r"clip is \[0\]: it has no sample"):
         model.encode_inputs(token, audio=[np.zeros(0, np.float32)])
+    with pytest.raises(
+        ValueError, match=r"clip is \[128, 40\], as mel features are: .* raw samples"
+    ):
+        model.encode_inputs(token, audio=np.zeros((128, 40), np.float32))
     model.encode_inputs(token, audio=stereo.mean(0))  # the fix works
 
 
@@ -800,6 +923,15 @@ def test_short_and_long_videos_do_not_mix(model, tmp_path):
         model.encode_inputs(token * 2, videos=[film(3), tmp_path / "film.mp4"])
 
 
+def test_a_video_that_is_none_is_refused(model):
+    token = model.video_token
+    with pytest.raises(ValueError, match=r"a video is \[0, 24, 24, 3\]: it has no pixel"):
+        model.encode_inputs(token, videos=film(0))
+    frames = [picture(24, 24), picture(24, 30)]
+    with pytest.raises(ValueError, match=r"frames of 2 shapes, \[\(24, 24, 3\), \(30, 24, 3\)\]"):
+        model.encode_inputs(token, videos=[frames])
+
+
 def test_images_sound_and_video_in_one_prompt(model):
     text = f"{model.video_token} The {model.image_token} of {model.audio_token} is"
     media = {"images": picture(), "audio": sound(), "videos": film(2)}
@@ -843,6 +975,107 @@ def test_a_replaced_tokenizer_takes_the_processor_away(model):
 def test_too_long_a_prompt_with_media_is_an_error(model):
     with pytest.raises(ValueError, match="tokens; this model has 700 positions"):
         model.encode_inputs(model.image_token * 12, images=[picture(seed=n) for n in range(12)])
+
+
+# -- chat -------------------------------------------------------------------------------------
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}The {{ message.role }} {% if message.content is string -%}
+{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == "text" %}{{ part.text }}{% else -%}
+<|{{ part.type }}|>{% endif %}{% endfor %}{% endif %} of {% endfor %}{% if add_generation_prompt %}cat{% endif %}"""
+
+
+@pytest.fixture
+def chatty(folder) -> HookedModel:
+    """With a template, as instruction-tuned checkpoints have one."""
+    model = HookedModel.from_pretrained(folder)
+    model.tokenizer.chat_template = TEMPLATE
+    return model
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def test_messages_are_the_text_that_the_template_makes_of_them(chatty):
+    messages = [{"role": "user", "content": "the cat is"}]
+    text = chatty.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert text.startswith("<bos>The user the cat is of") and text.endswith("cat")
+    ids = chatty.prepare(messages)["input_ids"]
+    assert torch.equal(ids, chatty.to_tokens(text)) and leading(ids[0].tolist()) == 1
+    assert torch.equal(chatty(messages), chatty(text))
+    _, cache = chatty.run_with_cache(messages, names_filter="hook_tokens")
+    assert torch.equal(cache["hook_tokens"], ids)
+    answered = [*messages, {"role": "assistant", "content": "Paris"}]
+    (said,) = chatty.to_string(chatty.prepare(answered)["input_ids"])
+    assert said.endswith("The assistant Paris of ")  # a finished turn, and nothing is opened
+    with pytest.raises(TypeError, match="text"):
+        chatty.encode_inputs([messages[0], "The"])
+
+
+def test_a_processors_template_comes_first(chatty):
+    chatty.processor.chat_template = "is {{ messages[0].content }}"
+    (said,) = chatty.to_string(chatty.prepare([{"role": "user", "content": "cat"}])["input_ids"])
+    assert said == "<bos>is cat"
+
+
+def test_media_in_messages_are_media_beside_text(chatty, tmp_path):
+    image, clip = picture(40, 20), sound()
+    image.save(tmp_path / "picture.png")
+    said = {"type": "text", "text": "the cat"}
+    parts = [{"type": "image", "image": image}, said, {"type": "audio", "audio": clip}]
+    messages = [user(*parts)]
+    text = "<bos>The user <|image|>the cat<|audio|> of cat"
+    wanted = chatty.encode_inputs(text, images=image, audio=clip)
+    at_path = [user({"type": "image", "path": tmp_path / "picture.png"}, *parts[1:])]
+    for given in (messages, at_path):
+        inputs = chatty.prepare(given)
+        assert all(torch.equal(inputs[key], value) for key, value in wanted.items())
+        assert inputs.spans[0].size == (40, 20)
+    places = [user({"type": "image"}, said, {"type": "audio"})]
+    assert torch.equal(chatty(places, images=image, audio=clip), chatty(messages))
+    both = chatty.prepare([messages, [user(said)]], padding_side="left", image_tokens=140)
+    assert len(both.spans[0]) > 100 and both["attention_mask"][1].sum() < 20
+    film_part = {"type": "video", "video": film(2)}
+    videos = chatty.prepare([user(film_part, said)])
+    assert [span.name for span in videos.spans] == ["frame[0]", "frame[1]"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "message"),
+    [
+        (
+            [{"type": "image_url", "image_url": "x"}],
+            {},
+            "type 'image_url'; known are 'text', 'image'",
+        ),
+        (
+            [{"type": "image", "image": picture()}],
+            {"images": picture()},
+            "images are in the messages",
+        ),
+        (
+            [{"type": "image", "image": picture()}, {"type": "image"}],
+            {},
+            "of 2 parts for images, 1 carry theirs",
+        ),
+        ([{"type": "image"}], {}, "1 image placeholder tokens"),
+        ([{"type": "text", "text": "The"}], {"images": picture()}, "holds 0 placeholders"),
+    ],
+)
+def test_messages_that_do_not_fit_are_refused(chatty, parts, given, message):
+    with pytest.raises(ValueError, match=message):
+        chatty([user(*parts)], **given)
+
+
+def test_a_base_checkpoint_shows_the_plain_form(model):
+    parts = [{"type": "image", "image": picture()}, {"type": "text", "text": "What is this?"}]
+    with pytest.raises(ValueError, match="no chat template") as error:
+        model([user(*parts)])
+    assert str(error.value).endswith("model('<|image|> What is this?', images=[...])")
+    with pytest.raises(ValueError, match=r"model\('The cat'\)$"):
+        model([{"role": "user", "content": "The cat"}])
 
 
 # -- the checkpoint that ships ----------------------------------------------------------------
