@@ -67,7 +67,7 @@ def processor_errors(sizes: Sequence[Size | None]) -> Iterator[None]:
     """The processor's failures in one line that says what it was given."""
     try:
         yield
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
         given = f" (images of {list(sizes)} [width height])" if sizes else ""
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -153,6 +153,7 @@ def _pixels(value: Any, ndim: int, what: str) -> Tensor:
         )
     if not pixels.numel():
         raise ValueError(f"{what} is {list(pixels.shape)}: it has no pixel")
+    _check_numbers(pixels, what)
     low, high = pixels.aminmax()
     top = 1 if pixels.is_floating_point() else 255
     if not (low >= 0 and high <= top):  # so that NaN is no pixel
@@ -165,6 +166,12 @@ def _pixels(value: Any, ndim: int, what: str) -> Tensor:
     ):  # channels first, since the processor guesses: 4 rows are channels to it
         pixels = pixels.movedim(-1, -3)
     return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
+
+
+def _check_numbers(values: Tensor, what: str) -> None:
+    """True would come out as 1 of 255, which is black."""
+    if values.dtype == torch.bool or values.is_complex():
+        raise ValueError(f"{what} is {values.dtype}: give whole numbers or floats")
 
 
 def videos_and_sampling(items: list[Any], n_sampled: int) -> tuple[list[Any], dict[str, Any]]:
@@ -232,6 +239,7 @@ def clip_of(value: Any) -> Any:
             f"the clip is {list(samples.shape)}; needed is one channel [sample]: "
             "clip.mean(0) mixes [channel sample]"
         )
+    _check_numbers(samples, "the clip")
     if rate != SAMPLE_RATE:
         raise ValueError(
             f"the clip is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
