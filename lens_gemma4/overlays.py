@@ -18,7 +18,6 @@ OVER = 0.65  # how much of a picture is hidden by what lies over it
 COLOURS = 110  # pixels that a bar of colours takes beside a picture
 ONE_LINE = 34  # pixels of a title of one line
 PANEL = 400  # pixels of a square's side
-NAMED = 160  # positions up to which every field of a square tells its names
 KINDS = ("#f2f2f2", "#9ecae1", "#d55e00", "#cc79a7", "#009e73")  # the first is nothing
 
 # -- over pictures ------------------------------------------------------------------------------------
@@ -235,17 +234,19 @@ def squares(
     Args:
         panels: by heading, `[row column]` numbers of kinds, first row on top.
         kinds: their names; the first is nothing, and grey.
-        names: of the rows, and of the columns.
+        names: of the rows, and of the columns; all different.
         row_title, column_title: what the axes are.
         ticks: labels of some places; by default of all.
         title: over it all.
     Raises:
-        ValueError: a panel that is no square of the names; more kinds than colours.
+        ValueError: a panel that is no square of the names; equal names; more kinds than colours.
     """
     go = graph_objects()
     if len(kinds) > len(KINDS):
         raise ValueError(f"there are {len(kinds)} kinds and {len(KINDS)} colours")
-    n = len(names)
+    n, labels = len(names), [safe(name) for name in names]
+    if len(set(labels)) < n:
+        raise ValueError("names of squares are all different: put their numbers before them")
     figure = go.Figure()
     stairs = [[(i + end) / len(KINDS), KINDS[i]] for i in range(len(KINDS)) for end in (0, 1)]
     for i, (heading, grid) in enumerate(panels.items(), 1):
@@ -259,7 +260,9 @@ def squares(
             zmin=-0.5,
             zmax=len(KINDS) - 0.5,
             showscale=False,
-            **_square_texts(grid, kinds, names, row_title, column_title),
+            x=labels,
+            y=labels,
+            hovertemplate=f"{safe(row_title)} %{{y}}, {safe(column_title)} %{{x}}<extra></extra>",
         )
     met = {0} | {kind for grid in panels.values() for row in grid for kind in row}
     for kind, colour in ((kinds[i], KINDS[i]) for i in sorted(met)):
@@ -268,42 +271,23 @@ def squares(
             x=[None], y=[None], mode="markers", marker=marker, name=safe(kind), showlegend=True
         )
     return _as_squares(
-        figure, panels, ticks or dict(enumerate(names)), (row_title, column_title), title
+        figure, panels, labels, ticks or dict(enumerate(names)), (row_title, column_title), title
     )
-
-
-def _square_texts(
-    grid: Sequence[Sequence[int]],
-    kinds: Sequence[str],
-    names: Sequence[str],
-    row_title: str,
-    column_title: str,
-) -> dict[str, Any]:
-    """What the pointer is told: names, or numbers where names of all pairs would be a large file."""
-    if len(names) > NAMED:
-        hover = f"{safe(row_title)} %{{y}}, {safe(column_title)} %{{x}}<extra></extra>"
-        return {"hovertemplate": hover}
-    texts = [
-        [
-            safe(f"{row_title} {name}, {column_title} {other}: {kinds[kind]}")
-            for other, kind in zip(names, row, strict=True)
-        ]
-        for name, row in zip(names, grid, strict=True)
-    ]
-    return {"customdata": texts, "hovertemplate": "%{customdata}<extra></extra>"}
 
 
 def _as_squares(
     figure: Any,
     panels: Mapping[str, Sequence[Sequence[int]]],
+    names: Sequence[str],
     ticks: Mapping[int, str],
     titles: tuple[str, str],
     title: str,
 ) -> Any:
     """Side by side, first row on top, each heading under its square."""
-    n = len(next(iter(panels.values())))
+    n = len(names)
     axis: dict[str, Any] = {
-        "tickvals": list(ticks),
+        "type": "category",
+        "tickvals": [names[i] for i in ticks],
         "ticktext": [safe(label) for label in ticks.values()],
         "showgrid": False,
         "zeroline": False,

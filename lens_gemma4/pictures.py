@@ -226,7 +226,8 @@ def attribution_over(
             "all heads" if head is None else f"head {head}",
         ]
         _within(span, values.shape[-1])
-        given, how = values.sum((0, 1))[where], f"read by {', '.join(parts)}"
+        given = values.sum((0, 1))[where]
+        title = f"Read from {span.name} by {', '.join(parts)}: {given.sum():+.3g} in all"
     elif found.axes == ("batch", "pos") and layer is None and head is None:
         _within(span, found.values.shape[-1])
         numbers = [label.split(" ")[0] for label in found.labels["pos"]]
@@ -234,13 +235,13 @@ def attribution_over(
             raise ValueError(
                 "by_token answers at the patches' own positions: ask it at all of them, positions=None"
             )
-        given, how = found.values[span.row, where], "along the stream, at each patch itself"
+        given = found.values[span.row, where]
+        title = f"{span.name}: what each patch's own row gives at that patch, along the stream"
     else:
         raise ValueError(
             f"an attribution over {' '.join(found.axes)} does not tell patches apart: use by_source or, without layer and head, "
             "by_token(positions=None)"
         )
-    title = f"{span.name}: {given.sum():+.3g} in all, {how}"
     return over_picture(image, span, given, unit=found.target, title=title, grey=grey)
 
 
@@ -307,13 +308,15 @@ def mask_picture(
         "causal, sliding ones see both ways inside an image but never back beyond the window."
     )
     spans = [span for span in spans_of(model, tensors) if span.row == row]
+    mask = tensors.get("attention_mask")
+    padding = set() if mask is None else set((mask[row] == 0).nonzero()[:, 0].tolist())
     return overlays.squares(
         panels,
         KINDS,
         names,
         row_title="query",
         column_title="key",
-        ticks=_ticks(names, spans),
+        ticks=_ticks(names, spans, padding),
         title=title,
     )
 
@@ -531,15 +534,15 @@ def _rule_says(model: HookedModel, rule: str, kinds: Tensor, window: int | None)
     return f"'{rule}'{own}: {'; '.join(says)}"
 
 
-def _ticks(names: Sequence[str], spans: Sequence[Span]) -> dict[int, str]:
-    """Names on the axes: of all positions, or of media and as many others as have room."""
+def _ticks(names: Sequence[str], spans: Sequence[Span], padding: set[int]) -> dict[int, str]:
+    """Names on the axes: of all positions, or of media and as many other real ones as have room."""
     if len(names) * LETTER <= overlays.PANEL:
         return dict(enumerate(names))
-    media = {int(p) for span in spans for p in span.positions}
+    unnamed = padding | {int(position) for span in spans for position in span.positions}
     ticks = {int(span.positions[len(span) // 2]): span.name for span in spans}
     room = len(names) * LETTER / overlays.PANEL
     for i, name in enumerate(names):
-        if i not in media and all(abs(i - other) >= room for other in ticks):
+        if i not in unnamed and all(abs(i - other) >= room for other in ticks):
             ticks[i] = name
     return dict(sorted(ticks.items()))
 

@@ -28,13 +28,13 @@ from lens_gemma4.pictures import (
 
 def drawn(width: int = 360, height: int = 240) -> Image.Image:
     """A house under a sun: nothing in it is the same upside down, or left to right."""
-    picture = Image.new("RGB", (width, height), "#4f93c9")
+    picture = Image.new("RGB", (width, height), "#a8d8f0")
     draw = ImageDraw.Draw(picture)
-    draw.rectangle([0, 0.7 * height, width, height], fill="#5b8c3a")
+    draw.rectangle([0, 0.7 * height, width, height], fill="#3f7030")
     draw.ellipse(
-        [0.72 * width, 0.08 * height, 0.72 * width + 0.3 * height, 0.38 * height], fill="#fff0a8"
+        [0.72 * width, 0.08 * height, 0.72 * width + 0.3 * height, 0.38 * height], fill="#f0a030"
     )
-    draw.rectangle([0.15 * width, 0.45 * height, 0.5 * width, 0.85 * height], fill="#b5533c")
+    draw.rectangle([0.15 * width, 0.45 * height, 0.5 * width, 0.85 * height], fill="#a04030")
     roof = [(0.1 * width, 0.45 * height), (0.325 * width, 0.15 * height)]
     draw.polygon([*roof, (0.55 * width, 0.45 * height)], fill="#5a2e20")
     draw.rectangle([0.2 * width, 0.6 * height, 0.28 * width, 0.85 * height], fill="#2f1b12")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import seeing
 import small
 import talking
 import torch
@@ -22,7 +23,10 @@ from nbformat.v4 import new_code_cell, new_notebook
 import lens_gemma4
 
 ROOT = Path(__file__).parent.parent
-LENS, DIRECT, ABLATION = NAMES = ("logit_lens", "direct_logit_attribution", "head_ablation")
+LENS, DIRECT, ABLATION, IMAGES = NAMES = (
+    *("logit_lens", "direct_logit_attribution", "head_ablation"),
+    "image_tokens",
+)
 MODEL_LINE = re.compile(r'^MODEL = "tiny"', flags=re.MULTILINE)
 LARGEST = 1_500_000  # bytes of a committed notebook
 
@@ -73,6 +77,18 @@ VALUES = {
         "twice": "twice.tolist()",
         "scores": "scores.tolist()",
         "induction": "induction.T.to_dict()",
+    },
+    IMAGES: {
+        **{name: name for name in "answer versus n_moved n_exactly farthest same counts".split()},
+        **{name: name for name in "padded_moves real_moves rules_apart shares n_names".split()},
+        **{name: name for name in "from_picture from_words rest asked remainder".split()},
+        **{name: name for name in "without_sun sum_of_sun n_sun".split()},
+        "positions": "span.positions.tolist()",
+        "effects": "effects.tolist()",
+        "read": "read.tolist()",
+        "at": "PATCH[1] * span.shape[0] + PATCH[0]",
+        "moved": "moved.tolist()",
+        "pixels": "torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(240, 360, 3).tolist()",
     },
 }
 # After everything else: the cell with the sums once more, as if nobody knew of the scalars.
@@ -506,6 +522,69 @@ def test_induction_heads_are_found_and_confirmed(runs, tiny_model):
     assert len({*found} & {*needed}) == len(values["shared"]) >= 7
     assert values["only_needed"] == [name for name in needed if name not in found]
     assert values["agreement"]["logit"] > 0.6 > values["agreement"]["log-probability"] + 0.1
+
+
+# -- image tokens -------------------------------------------------------------------------------------
+
+
+def check_images(values, rounding):
+    """What holds of any checkpoint."""
+    assert values["n_exactly"] == 1 and values["farthest"] == 1 < values["n_moved"] <= 9
+    assert max(range(60), key=values["moved"].__getitem__) == values["at"] == 17
+    assert values["same"] and values["padded_moves"] == 0.0 < values["real_moves"]
+    assert values["rules_apart"] > 0.01
+    counts = {int(budget): given for budget, given in values["counts"].items()}
+    for budget, (n, columns, rows) in counts.items():
+        assert 0.85 * budget < n == columns * rows <= budget
+    assert counts[70] == [60, 10, 6] and len(counts) == 5
+    assert values["asked"] == pytest.approx(
+        values["from_picture"] + values["from_words"] + values["rest"], abs=rounding
+    )
+    assert values["remainder"] < rounding
+    assert sum(values["read"]) == pytest.approx(values["from_picture"], abs=rounding)
+    assert 0 < max(values["shares"]) <= 1.001 and len(values["effects"]) == 60
+    assert values["n_sun"] == 9
+
+
+def test_image_tokens_hold_together_on_the_shipped_checkpoint(runs):
+    check_images(runs[IMAGES][1], rounding=1e-4)
+
+
+def test_image_tokens_hold_together_after_changing_one_line(tmp_path):
+    folder = seeing.checkpoint(tmp_path / "other", torch.bfloat16)
+    check_images(run(IMAGES, tmp_path, model=folder)[1], rounding=0.05)
+
+
+def test_the_numbers_of_patches_are_what_hooks_make_of_them(runs, tiny_model):
+    values = runs[IMAGES][1]
+    prompt = f"{tiny_model.image_token} The capital of France is"
+    pixels = torch.tensor(values["pixels"], dtype=torch.uint8)
+    inputs = tiny_model.prepare(prompt, images=[pixels], image_tokens=70)
+    where = values["positions"]
+
+    def difference(rows=()):
+        def zero(stream, hook):
+            stream[0, [where[i] for i in rows]] = 0
+
+        hooks = [("blocks.0.hook_resid_pre", zero)]
+        logits = tiny_model.run_with_hooks(**inputs, fwd_hooks=hooks)[0, -1]
+        return (logits[values["answer"]] - logits[values["versus"]]).item()
+
+    clean = difference()
+    strongest = max(range(60), key=lambda i: abs(values["effects"][i]))
+    for i in (strongest, 0, 31):
+        assert values["effects"][i] == pytest.approx(difference([i]) - clean, abs=1e-3)
+    # The sun is in columns 7 to 9 and rows 0 to 2.
+    sun = [10 * y + x for y in range(3) for x in (7, 8, 9)]
+    assert values["without_sun"] == pytest.approx(difference(sun) - clean, abs=1e-3)
+    assert values["sum_of_sun"] == pytest.approx(sum(values["effects"][i] for i in sun), abs=1e-4)
+    beside = [10 * y + x for y in range(3) for x in (6, 7, 8)]
+    assert abs(values["without_sun"] - difference(beside) + clean) > 0.1  # the control
+    assert abs(values["without_sun"] - values["sum_of_sun"]) > 0.1
+    _, cache = tiny_model.run_with_cache(inputs, names_filter="*pattern")
+    for layer, share in enumerate(values["shares"]):
+        pattern = cache["pattern", layer][0, :, -1, where]
+        assert share == pytest.approx(pattern.sum(1).mean().item(), abs=1e-4)
 
 
 # -- these checks can fail ----------------------------------------------------------------------------

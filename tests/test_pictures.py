@@ -383,13 +383,25 @@ def test_a_mask_picture_shows_what_the_scores_show(tiny_model, layer):
     assert tuple(figure.layout.yaxis.range) == (pos - 0.5, -0.5)
     assert "image[0]" in figure.layout.xaxis.ticktext
     assert "(this model's)" not in figure.layout.xaxis2.title.text
+    first = mask_picture(tiny_model, inputs, layer, row=0)
+    padded = int((inputs["attention_mask"][0] == 0).sum())
+    assert padded > 0 and not any("pad" in name for name in first.layout.xaxis.ticktext)
+    assert first.layout.xaxis.ticktext[0] == f"{padded} &lt;bos&gt;"
+    assert first.data[0].x[padded] == first.layout.xaxis.tickvals[0]
 
 
 def test_a_mask_picture_of_text_is_causal(tiny_model):
     figure = mask_picture(tiny_model, "The capital of France is", 3)
     for number in (0, 1):
         assert np.array_equal(field(figure, number), np.tril(np.ones((6, 6))))
-    assert figure.data[0].customdata[5][1] == "query 5  is, key 1 The: seen, as in text"
+    assert (
+        list(figure.data[0].x)
+        == list(figure.data[0].y)
+        == [
+            *("0 <bos>".replace("<", "&lt;").replace(">", "&gt;"), "1 The", "2  capital"),
+            *("3  of", "4  France", "5  is"),
+        ]
+    )
     assert [trace.name for trace in figure.data[2:]] == ["hidden", "seen, as in text"]
     with pytest.raises(ValueError, match=r"row is 1; there are prompts 0 to 0"):
         mask_picture(tiny_model, "The capital", 3, row=1)
