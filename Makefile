@@ -33,11 +33,11 @@ test: lint
 	$(MAKE) test-oldest
 
 test-oldest: $(OLDEST)
-	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_check.py tests/test_config.py
+	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_media_parity.py tests/test_check.py tests/test_config.py
 
 test-slow: $(OLDEST)
 	$(BIN)/python -m pytest -m slow
-	PYTHONPATH=.oldest $(BIN)/python -m pytest -m slow tests/test_parity.py
+	PYTHONPATH=.oldest $(BIN)/python -m pytest -m slow tests/test_parity.py tests/test_media_parity.py
 
 check: setup
 	$(BIN)/lens-gemma4 check tiny
