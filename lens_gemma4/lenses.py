@@ -334,7 +334,7 @@ def _run(
             raise TypeError(f"a cache has been run already: {sorted(inputs)} cannot change it")
         return _streams(input, places, last, scale, chosen)
     tensors = model.prepare(input, **inputs)
-    ids, mask, spans = tensors.get("input_ids"), tensors.get("attention_mask"), tensors.spans
+    ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
     stream, start = tensors.pop("resid", None), inputs.get("start_at_layer")
     given = next(x for x in (stream, ids, tensors.get("inputs_embeds")) if x is not None)
     names = [name for name in (*(place.hook for place in places), last, scale) if name is not None]
@@ -352,7 +352,7 @@ def _run(
     read = chosen.indices(given.shape[1]).tolist()
     return _streams(cache, places, last, scale, Slice())._replace(
         positions=tuple(read),
-        media=_media(spans, read, len(given)),
+        media=_media(tensors.spans, read, len(given)),
         ids=None if ids is None else chosen.apply(ids, dim=-1),
         mask=None if mask is None else chosen.apply(mask, dim=-1).bool(),
     )
