@@ -78,8 +78,8 @@ def over_picture(
     >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
     >>> (span,) = model.prepare(f"{model.image_token} a", images=[picture]).spans
     >>> figure = over_picture(picture, span, span.boxes()[:, 0], unit="left edge, pixels")
-    >>> [row[:2].tolist() for row in figure.data[0].z[:1]]
-    [[0.0, 15.0]]
+    >>> list(figure.data[0].z[0][:2])
+    [0.0, 15.0]
     """
     named = dict(values) if isinstance(values, Mapping) else {title: values}
     layers = {
@@ -116,6 +116,15 @@ def lens_grid(
         token: one that the lens was asked about, by its id.
     Raises:
         ValueError: positions that the lens did not read, or fewer tokens than k.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
+    >>> inputs = model.prepare(f"{model.image_token} a", images=[picture], image_tokens=70)
+    >>> (span,) = inputs.spans
+    >>> lens = model.logit_lens(inputs, positions=span.positions.tolist())
+    >>> len(lens_grid(picture, span, lens).data) == model.cfg.n_layers
+    True
     """
     known = lens.top_ids.shape[-1]
     if not 1 <= k <= known:
@@ -170,6 +179,15 @@ def attention_over(
         position: the query, in the padded row (negative ones count from its end); "last" is the prompt's last real token.
     Raises:
         ValueError: no such position or head, no pattern, or positions that were cut away.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
+    >>> inputs = model.prepare(f"{model.image_token} a", images=[picture], image_tokens=70)
+    >>> (span,) = inputs.spans
+    >>> _, cache = model.run_with_cache(inputs, names_filter="blocks.3.attn.hook_pattern")
+    >>> attention_over(picture, span, cache, 3, head=1).data[0].type
+    'heatmap'
     """
     blocks = _patterns_of(cache) if layer is None else [layer] if isinstance(layer, int) else layer
     layers = {}
@@ -215,6 +233,15 @@ def attribution_over(
         pos: of `by_source`, which of the positions that were asked.
     Raises:
         ValueError: another question's attribution, or one that lacks the span's positions.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
+    >>> inputs = model.prepare(f"{model.image_token} a", images=[picture], image_tokens=70)
+    >>> (span,) = inputs.spans
+    >>> found = model.attribute(inputs, " Paris", " Rome", by="source")
+    >>> attribution_over(picture, span, found).data[0].type
+    'heatmap'
     """
     where = span.positions.to(found.values.device)
     if found.axes == ("layer", "head", "batch", "pos", "source"):
@@ -254,6 +281,16 @@ def ablation_over(image: Any, span: Span, result: SweepResult, *, grey: bool = T
             stay free.
     Raises:
         ValueError: no variant is a patch of this picture.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
+    >>> inputs = model.prepare(f"{model.image_token} a", images=[picture], image_tokens=70)
+    >>> (span,) = inputs.spans
+    >>> from lens_gemma4 import ablate, log_prob
+    >>> result = ablate(model, inputs, log_prob(model.to_single_token(" Paris")), units="patches")
+    >>> ablation_over(picture, span, result).data[0].type
+    'heatmap'
     """
     if span.kind != "image":
         raise ValueError(f"{span.name}: patches are ablated in images, not in each {span.kind}")
@@ -289,6 +326,14 @@ def mask_picture(
         input, inputs: what `forward` takes, or a prepared call.
         layer: the block; what it shows is true of every block of its type.
         row: the prompt of the batch.
+    Raises:
+        ValueError: no such prompt.
+    Source: `attention_masks`, which the network itself runs on.
+
+    >>> from lens_gemma4 import HookedModel
+    >>> figure = mask_picture(HookedModel.from_pretrained("tiny"), "The capital of", layer=3)
+    >>> [list(row) for row in figure.data[0].z]
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
     tensors = model.prepare(input, **inputs)
     labels = token_labels(model, tensors)
@@ -328,6 +373,14 @@ def as_seen(tensors: Mapping[str, Any], span: Span) -> PIL.Image.Image:
         tensors: the prepared call that the span is of.
     Raises:
         ValueError: the call holds no pixels of this span; sound.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model, picture = HookedModel.from_pretrained("tiny"), Image.new("RGB", (300, 200), "red")
+    >>> inputs = model.prepare(f"{model.image_token} a", images=[picture], image_tokens=70)
+    >>> (span,) = inputs.spans
+    >>> as_seen(inputs, span).size
+    (480, 288)
     """
     from PIL import Image
 

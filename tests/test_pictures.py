@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import doctest
+import importlib
 import io
 import re
 import shutil
@@ -14,7 +16,13 @@ from PIL import Image
 from test_plots import Page
 from torch import Tensor
 
-from lens_gemma4 import HookedModel, ablate, attribution_ablate, logit_difference, plots
+from lens_gemma4 import (
+    HookedModel,
+    ablate,
+    attribution_ablate,
+    logit_difference,
+    plots,
+)
 from lens_gemma4.attribution import Target, by_source, by_token
 from lens_gemma4.pictures import (
     ablation_over,
@@ -523,3 +531,8 @@ def test_a_png_without_a_browser_says_what_to_do(run, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="none of chromium"):
         save_png(figure, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
+
+
+def test_the_examples_run():
+    ran = doctest.testmod(importlib.import_module("lens_gemma4.pictures"))
+    assert ran.attempted > 30 and not ran.failed
