@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as error:
+        told = str(error).lower()
+        if isinstance(error, (RuntimeError, AssertionError)) and not (
+            "device" in told or "cuda" in told or "nvidia" in told
+        ):
+            raise  # a fault of ours, not of what was asked
         print(f"lens-gemma4 {arguments.command}: {error}", file=sys.stderr)
         return 2
 

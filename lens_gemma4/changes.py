@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lens_gemma4 import interventions, sweep
 from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.identities import plain
 from lens_gemma4.interventions import SQUARES, Edit, Intervention, Place, Unit
 from lens_gemma4.spans import Box, Span, spans_of
 
@@ -30,15 +31,15 @@ def changes(
     model: HookedModel,
     tensors: Mapping[str, Any],
     units: str | Sequence[Any] = "heads",
-    layers: Sequence[int] | None = None,
-    mode: str | float | Tensor = "zero",
+    layers: Any = None,
+    mode: Any = "zero",
     positions: Any = "all",
     *,
     reference: Any = None,
     per_position: bool = False,
     skip_first: bool = True,
     seed: int = 0,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
 ) -> list[Intervention]:
     """What `ablate` runs, one intervention for each unit (and position): to be joined by `&`, or run by `sweep`.
 
@@ -48,7 +49,7 @@ def changes(
     """
     chosen = places(model, tensors, units, layers, positions)
     given = Reference(model, tensors, reference, per_position, skip_first, seed)
-    basis = None if within is None else basis_of(within, chosen)
+    basis = None if within is None else basis_of(model, within, chosen)
     change = change_of(given, mode, chosen, basis, draw=0)
     return everywhere(chosen, change, tensors, positions)
 
@@ -88,7 +89,7 @@ def places(
                 f"{units} stand at positions of their own, before block 0: leave out layers and positions"
             )
         return list(picture_units(model, tensors, units))
-    found = _chosen(model, units, layers)
+    found = _chosen(model, tensors, units, layers)
     placed = [one.unit.name for one in found if one.where is not None]
     if placed and not (isinstance(positions, str) and positions == "all"):
         raise ValueError(f"{placed[0]} stands at positions of its own: leave out positions")
@@ -97,15 +98,23 @@ def places(
             model.hook_point(place.hook)
     if not found:
         raise ValueError("units is empty: there is nothing to change")
+    names = [one.unit.name for one in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"units holds {twice} twice")
     return found
 
 
-def _chosen(model: HookedModel, units: Any, layers: Any) -> list[Chosen]:
+def _chosen(
+    model: HookedModel, tensors: Mapping[str, Any], units: Any, layers: Any
+) -> list[Chosen]:
     """Units by kind or name, and those that bring their positions."""
     if isinstance(units, str):
         return [Chosen(unit) for unit in interventions.units_from(units, model.cfg, layers)]
     found: list[Chosen] = []
     for item in _listed(units):
+        if isinstance(item, str) and item.startswith("image["):
+            item = _picture_named(model, tensors, item)
         parts = [item] if isinstance(item, Chosen) else item
         if isinstance(parts, list) and any(isinstance(part, Chosen) for part in parts):
             found.append(functools.reduce(operator.and_, parts))
@@ -114,8 +123,17 @@ def _chosen(model: HookedModel, units: Any, layers: Any) -> list[Chosen]:
     return found
 
 
+def _picture_named(model: HookedModel, tensors: Mapping[str, Any], name: str) -> Chosen:
+    """A patch or an image by its name in a result."""
+    kind = "patches" if "(" in name else "images"
+    for one in picture_units(model, tensors, kind):
+        if one.unit.name == name:
+            return one
+    raise ValueError(f"the prompts hold no {name}")
+
+
 def _listed(units: Any) -> list[Any]:
-    return [units] if isinstance(units, Chosen) else list(units)
+    return [units] if isinstance(units, (Chosen, Unit)) else list(units)
 
 
 def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> Iterator[Chosen]:
@@ -222,11 +240,38 @@ def everywhere(
     return interventions.at_each_position(changed, len(real), real.shape[1], real.device)
 
 
-def basis_of(within: Tensor, chosen: Sequence[Chosen]) -> Float[Tensor, "k d"]:
-    squares = [c.unit.name for c in chosen for p in c.unit.places if p.point in SQUARES]
-    if squares:
-        raise ValueError(f"within is of directions in activations; {squares[0]} is a pattern")
-    return interventions.span(within)
+def basis_of(model: HookedModel, within: Any, chosen: Sequence[Chosen]) -> Float[Tensor, "k d"]:
+    """Orthonormal rows that span directions in the units' last axis."""
+    basis = interventions.span(within).to(model.device)
+    for place in (place for c in chosen for place in c.unit.places):
+        if place.point in SQUARES:
+            raise ValueError(f"within is of directions in activations; {place.hook} is a pattern")
+        width = shape_of(model, place, 1, 1)[-1]
+        if place.point == "mlp.hook_post" and place.unit is not None:
+            raise ValueError("within is of directions; a neuron is a number")
+        if basis.shape[1] != width:
+            raise ValueError(
+                f"within has directions of {basis.shape[1]} numbers; {place.hook} has {width}"
+            )
+    return basis
+
+
+def shape_of(model: HookedModel, place: Place, batch: int, pos: int) -> tuple[int, ...]:
+    """Of a unit's value, `[batch pos ...]`."""
+    layer = model.cfg.layer(place.layer)
+    kv = (
+        "rot_k" in place.point
+        or "v_norm" in place.point
+        or place.point in ("attn.hook_k", "attn.hook_v")
+    )
+    heads = layer.n_key_value_heads if kv else layer.n_heads
+    if place.point in SQUARES:
+        whole: tuple[int, ...] = (batch, heads, pos, pos)
+    elif place.point.startswith("attn."):
+        whole = (batch, pos, heads, layer.d_head)
+    else:
+        whole = (batch, pos, layer.d_mlp if place.point == "mlp.hook_post" else model.cfg.d_model)
+    return tuple(place.of(torch.empty(whole, device="meta")).shape)
 
 
 def hooks_of(chosen: Sequence[Chosen]) -> list[str]:
@@ -302,7 +347,7 @@ class Reference:
             rows = slice(i, min(i + CHUNK, batch))
             yield (
                 rows,
-                {n: v[rows] if isinstance(v, Tensor) else v for n, v in self.given.items()},
+                sweep.of_rows(self.given, rows),
             )
 
     def drawn(self, chosen: Sequence[Chosen], draw: int) -> dict[str, Tensor]:
@@ -344,9 +389,31 @@ def change_of(
             return lambda unit, at: interventions.scaled(unit, 0.0, at, basis)
         values = given.means(chosen) if mode == "mean" else given.drawn(chosen, draw)
         return lambda unit, at: interventions.replaced(unit, values, at, basis)
-    if isinstance(mode, Tensor) and mode.ndim:
-        return lambda unit, at: interventions.replaced(unit, mode, at, basis)
-    return lambda unit, at: interventions.scaled(unit, float(mode), at, basis)
+    if isinstance(mode, (list, tuple)) or mode is None:
+        raise ValueError(f"mode is {mode!r}; for values of your own give a tensor")
+    value = torch.as_tensor(mode)
+    if value.ndim:
+        wide = {c.unit.name: _fitted(given, value, c.unit) for c in chosen}
+        return lambda unit, at: interventions.replaced(unit, wide[unit.name], at, basis)
+    return lambda unit, at: interventions.scaled(unit, float(value), at, basis)
+
+
+def _fitted(given: Reference, value: Tensor, unit: Unit) -> Tensor:
+    """A value in place of a unit's, with all its axes.
+
+    Raises:
+        ValueError: it does not broadcast over them.
+    """
+    batch, pos = given.tensors["input_ids"].shape
+    for place in unit.places:
+        shape = shape_of(given.model, place, batch, pos)
+        try:
+            value = value.broadcast_to(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"mode is {list(value.shape)}; it takes the place of {unit.name}, which is {list(shape)} [batch pos ...]"
+            ) from None
+    return value
 
 
 def kept_values(
@@ -357,8 +424,10 @@ def kept_values(
 
 
 def real_of(tensors: Mapping[str, Any]) -> Int[Tensor, "batch pos"]:
-    mask = tensors.get("attention_mask")
-    return torch.ones_like(tensors["input_ids"]) if mask is None else mask
+    ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
+    if ids is None:
+        raise ValueError("this needs prompts with ids: give text, ids or a processor's output")
+    return torch.ones_like(ids) if mask is None else mask.long().expand_as(ids)
 
 
 def same_shape(given: Mapping[str, Any], base: Mapping[str, Any]) -> None:
@@ -367,6 +436,13 @@ def same_shape(given: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         raise ValueError(
             f"one is {sizes[0]} and the other {sizes[1]} [batch pos]: patching puts a position into the same position, so "
             "they must have the same shape"
+        )
+    unlike = (real_of(given) != real_of(base)).any(1).nonzero()[:, 0].tolist()
+    if unlike:
+        lengths = [real_of(t)[unlike[0]].sum().item() for t in (given, base)]
+        raise ValueError(
+            f"prompt {unlike[0]} has {lengths[0]} tokens in one and {lengths[1]} in the other, or padding elsewhere: patching puts a "
+            "position into the same position, so both must have tokens at the same places"
         )
 
 
@@ -382,15 +458,14 @@ def same_length(given: Mapping[str, Any], base: Mapping[str, Any], what: str) ->
 
 
 def asked(units: Any, layers: Any, positions: Any) -> dict[str, Any]:
-    return {
-        "units": units if isinstance(units, str) else [str(unit) for unit in _listed(units)],
-        "layers": None if layers is None else list(layers),
-        "positions": word(positions),
-    }
+    named = units if isinstance(units, str) else [_name(unit) for unit in _listed(units)]
+    return {"units": named, "layers": plain(layers), "positions": word(positions)}
+
+
+def _name(unit: Any) -> Any:
+    return getattr(unit, "name", None) or str(unit)
 
 
 def word(positions: Any) -> Any:
     """Positions as JSON takes them."""
-    if isinstance(positions, Tensor):
-        return positions.tolist()
-    return str(positions) if isinstance(positions, slice) else positions
+    return plain(positions)

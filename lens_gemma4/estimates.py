@@ -48,6 +48,12 @@ class Estimate(SweepResult):
     exact: SweepResult | None = None
     verified: tuple[int, ...] = ()
 
+    def part(self, chosen: slice) -> Estimate:
+        """Some of the variants; what was verified is of all of them, and is left out."""
+        found = super().part(chosen)
+        assert isinstance(found, Estimate)
+        return replace(found, exact=None, verified=())
+
     @property
     def pairs(self) -> tuple[Float[Tensor, " variant"], Float[Tensor, " variant"]]:
         """Estimated and exact mean effects of the verified variants.
@@ -105,11 +111,11 @@ def attribution_patch(
     metric: Metrics,
     *,
     units: str | Sequence[Any] = "heads",
-    layers: Sequence[int] | None = None,
+    layers: Any = None,
     positions: Any = "each",
     direction: Literal["denoise", "noise"] = "denoise",
     steps: int = 1,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     verify: str | int | None = None,
     batch_size: int | None = None,
 ) -> Any:
@@ -142,7 +148,7 @@ def attribution_patch(
     count = 0 if verify is None else count_of(verify)
     given, base = two_runs(model, clean, corrupted, direction)
     job = _Job(model, base, metric, units, layers, positions, batch_size)
-    job.basis = None if within is None else changes.basis_of(within, job.chosen)
+    job.basis = None if within is None else changes.basis_of(model, within, job.chosen)
     job.replaces = within is None
     hooks = sorted({*job.hooks, START}) if steps > 1 else job.hooks
     other = GradientRun(model, given, hooks).freed()
@@ -174,13 +180,13 @@ def attribution_ablate(
     metric: Metrics,
     *,
     units: str | Sequence[Any] = "heads",
-    layers: Sequence[int] | None = None,
-    mode: str | float = "zero",
+    layers: Any = None,
+    mode: Any = "zero",
     positions: Any = "all",
     reference: Any = None,
     per_position: bool = False,
     skip_first: bool = True,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     verify: str | int | None = None,
     batch_size: int | None = None,
     **inputs: Any,
@@ -213,7 +219,7 @@ def attribution_ablate(
     job = _Job(
         model, model.prepare(prompts, **inputs), metric, units, layers, positions, batch_size
     )
-    job.basis = None if within is None else changes.basis_of(within, job.chosen)
+    job.basis = None if within is None else changes.basis_of(model, within, job.chosen)
     taken = changes.Reference(model, job.tensors, reference, per_position, skip_first, seed=0)
     means = taken.means(job.chosen) if mode == "mean" else None
     factor = float(mode) if isinstance(mode, (int, float)) else 0.0

@@ -6,6 +6,8 @@ An `Intervention` is some edits made together, in one variant of the run. As hoo
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,6 +88,16 @@ class Place(NamedTuple):
         """Axes of the unit's value, `[batch pos ...]`."""
         return (4 if self.point.startswith("attn.") else 3) - isinstance(self.unit, int)
 
+    def overlaps(self, other: Place) -> bool:
+        """Whether some of a value is in both."""
+        if self[:2] != other[:2] or self.unit is None or other.unit is None:
+            return self[:2] == other[:2]
+        ends = [
+            (unit.start, unit.stop) if isinstance(unit, slice) else (unit, unit + 1)
+            for unit in (self.unit, other.unit)
+        ]
+        return max(start for start, _ in ends) < min(stop for _, stop in ends)
+
     def of(self, value: Tensor) -> Tensor:
         """This unit of the whole point's value, positions second: of scores and patterns `[batch pos ... kv_pos]`."""
         value = value.transpose(1, 2) if self.point in SQUARES else value
@@ -100,7 +112,17 @@ class Unit(NamedTuple):
     axes: dict[str, int]
 
     def __and__(self, other: Unit) -> Unit:  # type: ignore[override]
-        """Both as one."""
+        """Both as one.
+
+        Raises:
+            ValueError: they overlap, so that a part would be changed twice.
+        """
+        for one in self.places:
+            for two in other.places:
+                if one.overlaps(two):
+                    raise ValueError(
+                        f"{self.name} and {other.name} both hold {one.hook}: a part would be changed twice"
+                    )
         return Unit(f"{self.name} & {other.name}", (*self.places, *other.places), {})
 
 
@@ -157,7 +179,15 @@ class Edit:
 
     def first_position(self) -> int:
         """Before it nothing is changed by this edit itself, as far as what is later is not seen."""
-        return max(_first(self.positions), _first(self.sources))
+        return max(_first(self.positions), _first(self.sources) if self._hides else 0)
+
+    @property
+    def _hides(self) -> bool:
+        """Whether what a query does not see stays so: then no query before the first source changes."""
+        if self.add is None:
+            return self.where.point == "attn.hook_pattern"
+        low = torch.finfo(self.add.dtype).min if self.add.is_floating_point() else 0
+        return self.scale == 0 and self.add.ndim == 0 and self.add.item() == low
 
 
 def _first(mask: Tensor | None) -> int:
@@ -238,7 +268,7 @@ def _hook(edit: Edit) -> Callable[..., Tensor]:
 # -- units --------------------------------------------------------------------------------------------
 
 
-def units_of(kind: str, cfg: HookedConfig, layers: Sequence[int] | None = None) -> list[Unit]:
+def units_of(kind: str, cfg: HookedConfig, layers: Any = None) -> list[Unit]:
     """Every unit of a kind, block by block: "L3H2", "L3KV0", "L3N17", "3_attn_out", "3_resid_pre".
 
     Args:
@@ -250,7 +280,9 @@ def units_of(kind: str, cfg: HookedConfig, layers: Sequence[int] | None = None) 
     """
     if kind not in UNITS:
         raise ValueError(f"units is {kind!r}; known are {', '.join(map(repr, UNITS))}")
-    blocks = range(cfg.n_layers) if layers is None else [_block(i, cfg) for i in layers]
+    if isinstance(layers, int):
+        layers = [layers]
+    blocks = range(cfg.n_layers) if layers is None else [_block(int(i), cfg) for i in layers]
     return [unit for layer in blocks for unit in _in_block(kind, cfg, layer)]
 
 
@@ -305,10 +337,10 @@ def unit_named(name: str, cfg: HookedConfig) -> Unit:
     )
 
 
-def units_from(
-    what: str | Sequence[Any], cfg: HookedConfig, layers: Sequence[int] | None = None
-) -> list[Unit]:
+def units_from(what: str | Sequence[Any], cfg: HookedConfig, layers: Any = None) -> list[Unit]:
     """Units from a kind, or from a list of names, units, or lists of these that are changed as one."""
+    if isinstance(what, Unit):
+        return [what]
     if isinstance(what, str) and what in UNITS:
         return units_of(what, cfg, layers)
     if layers is not None:
@@ -325,10 +357,10 @@ def _one(item: Any, cfg: HookedConfig) -> Unit:
         return item
     if isinstance(item, str):
         return unit_named(item, cfg)
-    first, *others = (_one(part, cfg) for part in item)
-    for other in others:
-        first = first & other
-    return first
+    parts = [_one(part, cfg) for part in item]
+    if not parts:
+        raise ValueError("a unit is an empty list: there is nothing to change")
+    return functools.reduce(operator.and_, parts)
 
 
 # -- how a unit is changed ----------------------------------------------------------------------------
@@ -384,13 +416,15 @@ def at_each_position(
     ]
 
 
-def span(directions: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
+def span(directions: Any) -> Float[Tensor, "k d"]:
     """Orthonormal rows with the same span.
 
     Raises:
         ValueError: a direction of no length, not finite, or one that follows from the others.
     """
-    rows = torch.atleast_2d(directions).double()
+    rows = torch.atleast_2d(torch.as_tensor(directions).detach()).double()
+    if not rows.numel():
+        raise ValueError(f"there are no directions in {list(rows.shape)}")
     norms = rows.norm(dim=1, keepdim=True)
     if not bool(rows.isfinite().all()) or not bool((norms > 0).all()):
         raise ValueError("a direction must be finite and have a length")
@@ -399,7 +433,7 @@ def span(directions: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
         raise ValueError(
             f"{len(rows)} directions span only {rank} dimensions: leave out what follows from others"
         )
-    return torch.linalg.qr((rows / norms).T)[0].T.to(directions.dtype)
+    return torch.linalg.qr((rows / norms).T)[0].T
 
 
 def position_mask(positions: Any, real: Int[Tensor, "batch pos"]) -> Tensor | None:
@@ -411,12 +445,6 @@ def position_mask(positions: Any, real: Int[Tensor, "batch pos"]) -> Tensor | No
         ValueError: another word, or a position outside the prompt.
     """
     batch, pos = real.shape
-    if isinstance(positions, Tensor) and positions.dtype == torch.bool:
-        if positions.shape[-1] != pos or positions.ndim > 2:
-            raise ValueError(
-                f"a mask of positions is [batch pos], here {[batch, pos]}, got {list(positions.shape)}"
-            )
-        return positions.to(real.device).expand(batch, pos)
     if positions is None or (isinstance(positions, str) and positions == "all"):
         return None
     mask = torch.zeros(batch, pos, dtype=torch.bool, device=real.device)
@@ -428,8 +456,32 @@ def position_mask(positions: Any, real: Int[Tensor, "batch pos"]) -> Tensor | No
         last = (real.bool() * torch.arange(pos, device=real.device)).argmax(-1)
         mask[torch.arange(batch, device=real.device), last] = True
         return mask
-    try:
-        mask[:, [positions] if isinstance(positions, int) else positions] = True
-    except IndexError:
-        raise ValueError(f"positions is {positions!r}; the prompts have {pos} positions") from None
+    if isinstance(positions, slice):
+        mask[:, positions] = True
+    else:
+        mask = _chosen(positions, mask)
+    if not bool(mask.any()):
+        raise ValueError(f"positions is {positions!r}: none of the {pos} positions is meant")
+    return mask
+
+
+def _chosen(positions: Any, mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    """A mask as it is, or numbers of positions, the same in every prompt."""
+    batch, pos = mask.shape
+    if isinstance(positions, range):
+        positions = list(positions)
+    given = torch.as_tensor(positions, device=mask.device)
+    if given.dtype == torch.bool:
+        if given.shape not in ((pos,), (1, pos), (batch, pos)):
+            raise ValueError(
+                f"a mask of positions is [batch pos], here {[batch, pos]}, got {list(given.shape)}"
+            )
+        return given.expand(batch, pos)
+    if given.is_floating_point() or given.ndim > 1:
+        raise ValueError(
+            f"positions is {positions!r}; give whole numbers, the same in every prompt, or a mask [batch pos] of bool"
+        )
+    if bool((given >= pos).any()) or bool((given < -pos).any()):
+        raise ValueError(f"positions is {positions!r}; the prompts have {pos} positions")
+    mask[:, given.long()] = True
     return mask

@@ -24,7 +24,7 @@ def knockout(
     sources: Any = "each",
     queries: Any = "all",
     units: Literal["heads", "attn"] = "heads",
-    layers: Sequence[int] | None = None,
+    layers: Any = None,
     window: int = 1,
     renormalise: bool = True,
     batch_size: int | None = None,

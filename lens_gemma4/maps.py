@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
 from lens_gemma4 import interventions, sweep
 from lens_gemma4.changes import (
     asked,
@@ -35,15 +32,15 @@ def ablate(
     metric: Metrics,
     *,
     units: str | Sequence[Any] = "heads",
-    layers: Sequence[int] | None = None,
-    mode: str | float | Tensor = "zero",
+    layers: Any = None,
+    mode: Any = "zero",
     positions: Any = "all",
     reference: Any = None,
     per_position: bool = False,
     skip_first: bool = True,
     draws: int = 1,
     seed: int = 0,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     batch_size: int | None = None,
     save_to: Any = None,
     **inputs: Any,
@@ -128,10 +125,10 @@ def patch(
     metric: Metrics,
     *,
     units: str | Sequence[Any] = "resid_pre",
-    layers: Sequence[int] | None = None,
+    layers: Any = None,
     positions: Any = "each",
     direction: Literal["denoise", "noise"] = "denoise",
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     batch_size: int | None = None,
     save_to: Any = None,
 ) -> Any:
@@ -155,7 +152,7 @@ def patch(
         given, base = base, given
     same_shape(given, base)
     chosen = places(model, base, units, layers, positions)
-    basis = None if within is None else basis_of(within, chosen)
+    basis = None if within is None else basis_of(model, within, chosen)
     kept, source = sweep.run_once(model, given, metric, hooks_of(chosen))
     variants = everywhere(
         chosen, lambda unit, at: interventions.replaced(unit, kept, at, basis), base, positions

@@ -6,8 +6,6 @@ Units: logits are after the softcap unless `raw`; probabilities and divergences 
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from lens_gemma4 import interventions, lenses
 from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.identities import fingerprint, plain
 from lens_gemma4.model import softcap
 
 MAX_BYTES = 2**28  # of whole rows of logits at a time
@@ -129,7 +128,7 @@ class Slots(NamedTuple):
         prompt, position: where it is.
         clean: the clean run's last stream there.
         next_id: the token that follows; -1 at the end.
-        first: the number of prompt 0 among all prompts, where tokens are given by prompt.
+        first, total: the number of prompt 0 among all prompts, and how many these are, where tokens are given by prompt.
     """
 
     prompt: Int[Tensor, " slot"]
@@ -137,10 +136,15 @@ class Slots(NamedTuple):
     clean: Float[Tensor, "slot d_model"]
     next_id: Int[Tensor, " slot"]
     first: int = 0
+    total: int = 1
 
     def some(self, chosen: Int[Tensor, " n"]) -> Slots:
-        prompt, position, clean, next_id, first = self
-        return Slots(prompt[chosen], position[chosen], clean[chosen], next_id[chosen], first)
+        return self._replace(
+            prompt=self.prompt[chosen],
+            position=self.position[chosen],
+            clean=self.clean[chosen],
+            next_id=self.next_id[chosen],
+        )
 
 
 class Read:
@@ -156,15 +160,19 @@ class Read:
 
     def per_row(self, token: Any) -> Int[Tensor, " row"]:
         """An id for each row, from one for all or one for each prompt."""
+        if isinstance(token, str):
+            raise ValueError(
+                f"a token is an id, got {token!r}: give model.to_single_token({token!r})"
+            )
         ids = torch.as_tensor(token, device=self.slot.device)
         prompt = self.slots.prompt[self.slot] + self.slots.first
         if ids.is_floating_point() or ids.ndim > 1:
             raise ValueError(f"a token is an id, or ids [batch], got {token!r}")
         if bool((ids < 0).any()) or bool((ids >= self.model.cfg.d_vocab).any()):
             raise ValueError(f"a token is an id below {self.model.cfg.d_vocab}, got {token!r}")
-        if ids.ndim and len(ids) > 1 and len(ids) <= int(prompt.max()):
+        if ids.ndim and len(ids) not in (1, self.slots.total):
             raise ValueError(
-                f"there are {len(ids)} ids of tokens and more prompts: give one, or one each"
+                f"there are {len(ids)} ids of tokens and {self.slots.total} prompts: give one, or one each"
             )
         return ids.expand(prompt.shape) if ids.ndim == 0 or len(ids) == 1 else ids[prompt]
 
@@ -293,6 +301,8 @@ def named(metric: Metrics) -> dict[str, Measure]:
     Raises:
         ValueError: two of one name, or none.
     """
+    if isinstance(metric, str):
+        raise ValueError(f"metric is {metric!r}: give the metric itself, as log_prob(7)")
     if isinstance(metric, Mapping):
         found = dict(metric)
     else:
@@ -322,22 +332,19 @@ def name_of(metric: Measure) -> str:
 
 
 def identity(metric: Measure) -> dict[str, Any]:
-    """What tells a metric from others, as JSON takes it: a function by its text."""
+    """What tells a metric from others, as JSON takes it: a function by what it does and what it does it with.
+
+    Without a `code`, where something it uses cannot be told from another.
+    """
     if isinstance(metric, Metric):
-        given = {name: _listed(value) for name, value in metric.arguments.items()}
-        return {"name": metric.name, "positions": _listed(metric.positions), **given}
-    try:
-        text = inspect.getsource(metric)
-    except (OSError, TypeError):
-        code = getattr(metric, "__code__", None)
-        text = repr(metric) if code is None else f"{code.co_code!r} {code.co_consts!r}"
-    return {"name": name_of(metric), "text": hashlib.sha256(text.encode()).hexdigest()[:16]}
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, slice):
-        return str(value)
-    return value.tolist() if hasattr(value, "tolist") else value
+        given = {name: plain(value) for name, value in metric.arguments.items()}
+        return {
+            "name": metric.name,
+            "positions": plain(metric.positions),
+            "code": "ours" if metric.of.__module__ == __name__ else fingerprint(metric.of),
+            **given,
+        }
+    return {"name": name_of(metric), "code": fingerprint(metric)}
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -402,7 +409,10 @@ class Reading:
             else:
                 prompt, position = where.nonzero(as_tuple=True)
                 at = (prompt, position)
-                slots = Slots(prompt, position, self.final[at], prompts.next_id[at], prompts.first)
+                total = prompts.total or len(prompts.real)
+                slots = Slots(
+                    prompt, position, self.final[at], prompts.next_id[at], prompts.first, total
+                )
                 groups.append((where, Group(slots, {i: metric})))
         return [group for _, group in groups]
 
@@ -497,7 +507,10 @@ class Reading:
         self, name: str, metric: Callable[[Logits], Any], stream: Tensor, at: Tensor
     ) -> Float[Tensor, " batch"]:
         stream = torch.cat([self.final[:, : int(at[0, 0])], stream], 1)
-        value = torch.as_tensor(metric(Logits(self.model, stream)), device=stream.device)
+        value = metric(Logits(self.model, stream))
+        if value is None:
+            raise ValueError(f"{name} gave None; a metric gives a number, or one for each prompt")
+        value = torch.as_tensor(value, device=stream.device)
         if value.shape not in ((), (len(stream),)):
             raise ValueError(
                 f"{name} gave {list(value.shape)}; a metric gives a number, or one for each of the {len(stream)} prompts"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from jaxtyping import Float
@@ -22,26 +23,14 @@ from torch import Tensor
 
 from lens_gemma4 import metrics
 from lens_gemma4.hooked_model import HookedModel
+from lens_gemma4.identities import digest, plain
 from lens_gemma4.interventions import Intervention
 from lens_gemma4.version import __version__
 
 PLAN = "plan.json"
 Batches = dict[str, list[int]]  # a name for each batch, and the variants in it
-_SAMPLE = 64  # values of each weight that its fingerprint holds
-
-
-def digest(*values: Any) -> str:
-    """Of tensors by their bytes, of the rest by its text."""
-    state = hashlib.sha256()
-    for value in values:
-        if isinstance(value, Tensor):
-            state.update(f"{value.dtype} {list(value.shape)}".encode())
-            state.update(
-                value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
-        else:
-            state.update(repr(value).encode())
-    return state.hexdigest()[:16]
+_CHUNK = 2**22  # numbers of a weight that are summed at a time
+CHUNKS = "prompts.json"
 
 
 def record(
@@ -54,6 +43,7 @@ def record(
     return {
         "checkpoint": model.cfg.model_name,
         "config": digest(json.dumps(model.cfg.raw, sort_keys=True, default=str)),
+        "attention": [model.attn_implementation, model.image_mask],
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "versions": {"lens_gemma4": __version__, "torch": torch.__version__},
@@ -64,18 +54,28 @@ def record(
             if name != "input_ids" and value is not None
         },
         "metrics": {name: metrics.identity(metric) for name, metric in measured.items()},
-        "arguments": dict(arguments),
+        "arguments": plain(arguments),
     }
 
 
-def fingerprint(model: HookedModel) -> str:
-    """Of the weights: some values of each."""
-    sampled = []
-    for name, weight in model.named_weights():
-        flat = weight.detach().view(-1)
-        step = max(1, len(flat) // _SAMPLE)
-        sampled += [name, flat[::step][:_SAMPLE].cpu()]
-    return digest(*sampled)
+def of_weights(model: HookedModel) -> str:
+    """Of every number of the weights."""
+    return digest(
+        *(part for name, weight in model.named_weights() for part in (name, _sums(weight)))
+    )
+
+
+def _sums(weight: Tensor) -> list[int]:
+    """Sums of a weight's bits, plain and by place: a change of any number changes them."""
+    bits = weight.detach().contiguous().view(-1)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+    total, placed = 0, 0
+    for number, part in enumerate(bits.view(kind).split(_CHUNK)):
+        wide = part.to(torch.int64)
+        places = torch.arange(1, 2 * len(wide), 2, device=wide.device)
+        total += int(wide.sum())
+        placed += (number + 1) * int((wide * places).sum())
+    return [total, placed]
 
 
 def of_variants(variants: Sequence[Intervention]) -> str:
@@ -113,21 +113,16 @@ class Journal:
         self.folder = Path(folder)
         self.plan = json.loads(json.dumps(plan))
         self.batches = batches
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob("*.partial"):  # a write that was cut off
-            left.unlink()
         path = self.folder / PLAN
         if path.exists():
             self.batches = self._known(path)
-        elif any(self.folder.iterdir()):
-            raise ValueError(
-                f"{self.folder} is not empty and holds no {PLAN}: give a folder of its own"
-            )
+            _sweep_up(self.folder)
         else:
+            _own(self.folder, PLAN)
             self._write_plan()
 
     def _known(self, path: Path) -> Batches:
-        there = json.loads(path.read_text(encoding="utf-8"))
+        there = _read(path)
         for key in sorted(self.plan.keys() | there["plan"].keys()):
             old, new = there["plan"].get(key), self.plan.get(key)
             if old != new:
@@ -139,35 +134,105 @@ class Journal:
 
     def _write_plan(self) -> None:
         text = json.dumps({"plan": self.plan, "batches": self.batches}, indent=1, sort_keys=True)
-        self._write(PLAN, text.encode())
+        _write(self.folder, PLAN, text.encode())
 
     def replan(self, batches: Batches) -> None:
         """Other batches from now on, as after running out of memory."""
         self.batches = dict(batches)
         self._write_plan()
 
-    def done(self, name: str) -> Float[Tensor, "metric variant batch"] | None:
-        """A batch's values, if it was run."""
+    def done(
+        self, name: str, shape: Sequence[int] = ()
+    ) -> Float[Tensor, "metric variant batch"] | None:
+        """A batch's values, if it was run.
+
+        Raises:
+            ValueError: its file is damaged.
+        """
         path = self.folder / f"{name}.safetensors"
-        return safetensors.torch.load_file(path)["values"] if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            values = safetensors.torch.load_file(path)["values"]
+        except (safetensors.SafetensorError, KeyError, OSError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): remove it, and its variants run again"
+            ) from None
+        if shape and list(values.shape) != list(shape):
+            raise ValueError(
+                f"{path} holds {list(values.shape)}, planned are {list(shape)} [metric variant batch]: remove it, and its "
+                "variants run again"
+            )
+        return values
+
+    def has(self, name: str) -> bool:
+        return (self.folder / f"{name}.safetensors").exists()
 
     def add(self, name: str, values: Float[Tensor, "metric variant batch"]) -> None:
-        self._write(
-            f"{name}.safetensors", safetensors.torch.save({"values": values.cpu().contiguous()})
-        )
+        content = safetensors.torch.save({"values": values.cpu().contiguous()})
+        _write(self.folder, f"{name}.safetensors", content)
 
-    def _write(self, name: str, content: bytes) -> None:
-        """Whole or not at all, also when the power goes."""
-        partial = self.folder / f"{name}.partial"
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.folder / name)
-        with contextlib.suppress(OSError):  # no such thing as a folder's sync on every system
-            handle = os.open(self.folder, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+
+def settled(folder: str | Path, name: str, value: Any) -> Any:
+    """What a folder of ours says under a name; if nothing yet, this.
+
+    Raises:
+        ValueError: the folder is somebody else's.
+    """
+    path = Path(folder) / name
+    if path.exists():
+        return _read(path)
+    _own(Path(folder), name)
+    _write(Path(folder), name, json.dumps(value).encode())
+    return value
+
+
+def _own(folder: Path, name: str) -> None:
+    """Make a folder, or take one that holds nothing but ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(
+        path.name not in (PLAN, CHUNKS) and ".partial" not in path.name for path in folder.iterdir()
+    ):
+        raise ValueError(f"{folder} is not empty and holds no {name}: give a folder of its own")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): give another folder") from None
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    """Whole or not at all, also when the power goes."""
+    partial = folder / f"{name}.{os.getpid()}.partial"
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / name)
+    with contextlib.suppress(OSError):  # no such thing as a folder's sync on every system
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _sweep_up(folder: Path) -> None:
+    """Remove writes that were cut off: those of processes that are no more."""
+    for partial in folder.glob("*.*.partial"):
+        owner = partial.suffixes[-2][1:]
+        if owner.isdigit() and not _runs(int(owner)):
+            partial.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lens_gemma4 import maps, metrics
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.plots import Table
-from lens_gemma4.results import SweepResult
+from lens_gemma4.results import SweepResult, pyarrow
 
 METRICS = {  # by their names on the command line, with the columns that each needs
     "logit_difference": ("answer", "versus"),
@@ -42,7 +42,10 @@ def read(path: str | Path, columns: Sequence[str]) -> Rows:
     elif path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = [(reader.line_num, row) for row in reader]
+            try:
+                rows = [(reader.line_num, row) for row in reader]
+            except csv.Error as error:
+                raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
     else:
         raise ValueError(f"{path} is neither JSON lines (.jsonl) nor CSV (.csv)")
     if not rows:
@@ -124,6 +127,9 @@ def run(
     Raises:
         ValueError: a file that is no list of prompts, an output that is there already, or what the map refuses.
     """
+    if top < 0:
+        raise ValueError(f"top is {top}; it is how many variants are printed")
+    pyarrow()  # missing, it is said before the work and not after
     names = [name.strip() for name in metric.split(",")]
     texts = ["prompt"] if kind == "ablate" else ["clean", "corrupted"]
     rows = read(file, texts + needed(names))

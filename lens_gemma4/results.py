@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,6 +78,8 @@ class SweepResult:
         batch = self.values.shape[1]
         if batch < 2:
             raise ValueError("an interval over prompts needs several; there is one")
+        if draws < 1:
+            raise ValueError(f"draws is {draws}; at least one is needed")
         if not 0 < level < 1:
             raise ValueError(f"a level lies between 0 and 1, got {level}")
         generator = torch.Generator().manual_seed(seed)
@@ -125,9 +128,11 @@ class SweepResult:
         return out
 
     def top(self, k: int = 10) -> list[tuple[str, float]]:
-        """The k largest mean effects, whichever their sign."""
+        """The k largest mean effects, whichever their sign; those that are no number come last."""
+        if k < 0:
+            raise ValueError(f"k is {k}; it is how many")
         named = zip(self.names, self.mean().tolist(), strict=True)
-        return sorted(named, key=lambda one: -abs(one[1]))[:k]
+        return sorted(named, key=lambda one: (math.isnan(one[1]), -abs(one[1])))[:k]
 
     def to_dataframe(self) -> Any:
         """A pandas row for each variant and prompt: `variant`, the axes, `prompt value baseline effect`."""
@@ -195,7 +200,7 @@ class SweepResult:
         Raises:
             ImportError: pyarrow is not installed.
         """
-        parquet = _pyarrow()
+        parquet = pyarrow()
         import pyarrow as pa
 
         table = pa.Table.from_pandas(self.to_dataframe(), preserve_index=False)
@@ -219,7 +224,7 @@ class SweepResult:
         Raises:
             ValueError: a parquet file of something else.
         """
-        table = _pyarrow().read_table(path)
+        table = pyarrow().read_table(path)
         text = (table.schema.metadata or {}).get(_KEY)
         if text is None:
             raise ValueError(f"{path} holds no sweep's result: only files written by `save` do")
@@ -252,11 +257,16 @@ class SweepResult:
         )
 
 
-def _pyarrow() -> Any:
+def pyarrow() -> Any:
+    """Its module for parquet files.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
-        import pyarrow.parquet
+        from pyarrow import parquet
     except ImportError as error:
         raise ImportError(
             "parquet files need pyarrow: pip install 'lens-gemma4[parquet]'; `to_dataframe().to_csv(path)` needs nothing"
         ) from error
-    return pyarrow.parquet
+    return parquet

@@ -114,13 +114,13 @@ def top_k(
     *,
     keep: bool | None = None,
     goal: str = "any",
-    mode: str | float | Tensor = "zero",
+    mode: Any = "zero",
     positions: Any = None,
     reference: Any = None,
     per_position: bool = False,
     skip_first: bool = True,
     seed: int = 0,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     batch_size: int | None = None,
     save_to: Any = None,
     **inputs: Any,
@@ -149,6 +149,7 @@ def top_k(
     >>> [round(share) for share in curves.share(curves.kept)[[0, 2]].tolist()]
     [0, 1]
     """
+    ks = [int(k) for k in ks]
     n, order = len(found.names), _ranked(found, goal)
     if not ks or any(not 0 <= k <= n for k in ks):
         raise ValueError(f"ks is {list(ks)}; each is from 0 to {n}, the units of this map")
@@ -213,7 +214,7 @@ def _again(
     how: Mapping[str, Any],
 ) -> list[Intervention]:
     """The units of a map, each changed by itself where the map changed it."""
-    if any("source" in at for at in found.at):
+    if "sources" in found.plan.get("arguments", {}) or any("source" in at for at in found.at):
         raise ValueError(
             "this is a map of what attention reads, not of units: there is nothing to keep"
         )
@@ -305,16 +306,16 @@ def greedy(
     metric: Metrics,
     *,
     units: str | Sequence[Any] = "heads",
-    layers: Sequence[int] | None = None,
+    layers: Any = None,
     k: int = 5,
     goal: str = "any",
-    mode: str | float | Tensor = "zero",
+    mode: Any = "zero",
     positions: Any = "all",
     reference: Any = None,
     per_position: bool = False,
     skip_first: bool = True,
     seed: int = 0,
-    within: Float[Tensor, "*k d"] | None = None,
+    within: Any = None,
     batch_size: int | None = None,
     save_to: Any = None,
     **inputs: Any,

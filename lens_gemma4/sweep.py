@@ -99,11 +99,24 @@ def _by_prompts(
     points = sorted({edit.where.point for one in variants for edit in one.edits})
     prompts = metrics.prompts_of(model, tensors)
     chunks = _chunks(model, tensors, measured, points)
+    if save_to is not None:
+        unnamed = [name for name, one in plan["metrics"].items() if one["code"] is None]
+        if unnamed:
+            raise ValueError(
+                f"{unnamed[0]!r} uses something that cannot be told from another, so a stopped sweep could not be told from "
+                "another: use a metric of this package, a function of plain values, or no save_to"
+            )
+        bounds = [[rows.start, rows.stop] for rows in chunks]
+        chunks = [slice(*b) for b in plans.settled(save_to, plans.CHUNKS, bounds)]
+        if chunks[-1].stop != len(prompts.real):
+            raise ValueError(
+                f"{save_to} holds another sweep: of {chunks[-1].stop} prompts, here are {len(prompts.real)}. Give another folder"
+            )
     values, baselines = [], []
     for rows in chunks:
         part, some, folder = tensors, variants, save_to
         if len(chunks) > 1:
-            part = {n: v[rows] if isinstance(v, Tensor) else v for n, v in tensors.items()}
+            part = of_rows(tensors, rows)
             some = [one.rows(rows, len(prompts.real)) for one in variants]
             folder = None if save_to is None else Path(save_to) / f"prompts-{rows.start:06}"
         clean = clean_run(model, part, points)
@@ -112,6 +125,15 @@ def _by_prompts(
         values.append(_Sweep(model, clean, reading, some, batch_size).run(about, folder))
         baselines.append(reading.baseline)
     return torch.cat(values, 2), torch.cat(baselines, 1)
+
+
+def of_rows(tensors: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Some prompts of a call's; what is one for all stays."""
+    batch = len(tensors["input_ids"])
+    return {
+        name: value[rows] if isinstance(value, Tensor) and len(value) == batch else value
+        for name, value in tensors.items()
+    }
 
 
 def _chunks(
@@ -258,9 +280,9 @@ class _Sweep:
         if save_to is not None:
             whole = {
                 **plan,
-                "weights": plans.fingerprint(self.model),
+                "weights": plans.of_weights(self.model),
                 "variants": plans.of_variants(self.variants),
-                "batch_size": self.batch_size,
+                "batch_size": None if self.batch_size is None else int(self.batch_size),
                 "threads": torch.get_num_threads(),
             }
             journal = plans.Journal(save_to, whole, self.batches)
@@ -276,7 +298,8 @@ class _Sweep:
             while queue:
                 name = queue.pop(0)
                 members = self.batches[name]
-                found = journal.done(name) if journal else None
+                shape = (len(self.reading.metrics), len(members), self.clean.shape[0])
+                found = journal.done(name, shape) if journal else None
                 if found is None:
                     found = self._measured(members)
                     if found is None:  # it did not fit
@@ -330,7 +353,7 @@ class _Sweep:
         size, halves = self._bytes(self.batches[name]), []
         batches: plans.Batches = {}
         for other, members in self.batches.items():
-            done = journal is not None and journal.done(other) is not None
+            done = journal is not None and journal.has(other)
             if other < name or done or self._bytes(members) < size or len(members) == 1:
                 batches[other] = members
                 continue

@@ -371,6 +371,10 @@ class Runner:
         by_head = scores.flatten(2, 3)
         self._edit(number, "attn.hook_attn_scores", by_head)
         pattern = softmax(by_head)
+        if (
+            self.model.attn_implementation == "sdpa"
+        ):  # the fused operation leaves queries that see nothing at zero
+            pattern = pattern.masked_fill_(~seen.any(-1)[:, None, :, None], 0)
         self._edit(number, "attn.hook_pattern", pattern)
         pattern = pattern.unflatten(2, (kv_heads, -1))
         z = torch.einsum("nbkgts,nbskd->nbtkgd", pattern[..., group.start :], v)

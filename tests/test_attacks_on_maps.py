@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import random
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from lens_gemma4 import (
     patch,
     path_patch,
     plans,
+    top_k,
 )
 from lens_gemma4.__main__ import main
 from lens_gemma4.interventions import (
@@ -318,17 +320,17 @@ def test_what_is_stopped_in_the_middle_leaves_nothing_and_goes_on(
     model, tmp_path, monkeypatch, error
 ):
     want = ablate(model, IDS, ASK, batch_size=3)
-    write, written = plans.Journal._write, []
+    write, written = plans._write, []
 
-    def stopped(self, name, content):
+    def stopped(folder, name, content):
         written.append(name)
-        if len(written) == 4:
-            (self.folder / f"{name}.partial").write_bytes(content[:9])
+        if len(written) == 5:
+            (folder / f"{name}.{os.getpid()}.partial").write_bytes(content[:9])
             raise error
-        write(self, name, content)
+        write(folder, name, content)
 
     with monkeypatch.context() as patched:
-        patched.setattr(plans.Journal, "_write", stopped)
+        patched.setattr(plans, "_write", stopped)
         with pytest.raises(type(error)):
             ablate(model, IDS, ASK, batch_size=3, save_to=tmp_path)
     assert not model.list_hooks() and len(list(tmp_path.glob("*.safetensors"))) == 2
@@ -388,3 +390,100 @@ def test_prompts_of_any_characters_come_through_files(tmp_path):
         assert main(["ablate", str(tmp_path / name), *asked]) == 0
         found = SweepResult.load(out)
         assert torch.equal(found.values, want.values) and found.tokens == want.tokens
+
+
+# -- what was taken silently for something else ---------------------------------------------------------
+
+
+def test_positions_that_mean_nothing_or_something_else_are_refused(model):
+    mask = torch.ones_like(IDS)
+    for wrong in (
+        mask,
+        [[3], [5]],
+        [1.5],
+        [],
+        slice(100, 200),
+        torch.zeros(2, 7, dtype=torch.bool),
+    ):
+        for call in (
+            lambda at: ablate(model, IDS, ASK, units="mlp", positions=at),
+            lambda at: knockout(model, IDS, ASK, sources=at, queries="last", renormalise=False),
+        ):
+            with pytest.raises(ValueError, match="positions is"):
+                call(wrong)
+
+
+def test_prompts_whose_tokens_stand_elsewhere_are_not_patched(model):
+    mask = torch.tensor([[1] * 6 + [0], [1] * 7])
+    one, other = (
+        {"input_ids": IDS, "attention_mask": mask},
+        {"input_ids": IDS, "attention_mask": mask.flip(0)},
+    )
+    for call in (patch, attribution_patch, edge_attribution):
+        with pytest.raises(ValueError, match="prompt 0 has 6 tokens in one and 7 in the other"):
+            call(model, one, other, ASK)
+
+
+def test_a_query_that_sees_nothing_stays_as_the_model_has_it(model):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    found = ablate(model, IDS, lambda lg: lg[:, 0, 7], units="mlp", mode=1.0, attention_mask=mask)
+    assert found.effect.abs().max() < 1e-12
+
+
+def test_values_of_another_shape_and_directions_of_another_width(model):
+    d = model.cfg.d_model
+    for mode in (torch.zeros(1, 9, d), torch.zeros(d + 1), [1.0], None):
+        with pytest.raises(ValueError, match="mode is"):
+            ablate(model, IDS, ASK, units="resid_pre", mode=mode)
+    by_position = torch.randn(7, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = ablate(model, IDS, ASK, units="resid_mid", mode=by_position)
+    wide = ablate(model, IDS, ASK, units="resid_mid", mode=by_position[None].expand(2, -1, -1))
+    assert torch.equal(found.values, wide.values)
+    whole = torch.zeros(1, d, dtype=torch.long)
+    whole[0, :2] = 1
+    halves = ablate(model, IDS, ASK, units="mlp", within=whole)
+    assert halves.effect.abs().max() > 1e-6
+    assert (
+        halves.values - ablate(model, IDS, ASK, units="mlp", within=whole.double()).values
+    ).abs().max() == 0
+    for within in (torch.zeros(0, d), torch.ones(1, d + 1)):
+        with pytest.raises(ValueError, match="directions"):
+            ablate(model, IDS, ASK, units="mlp", within=within)
+
+
+def test_what_would_be_changed_twice_is_refused(model):
+    for units in (["L0H0 & L0H0"], ["L0H0 & L0KV0"], ["L0H0", "L0H0"], [[]]):
+        with pytest.raises(ValueError, match=r"twice|empty list"):
+            ablate(model, IDS, ASK, units=units)
+    with pytest.raises(ValueError, match="of what attention reads"):
+        cut = knockout(model, IDS, ASK, sources=[1, 2], queries="last", renormalise=False)
+        top_k(model, IDS, ASK, cut, [1])
+
+
+def test_numbers_that_are_none_come_last(model):
+    found = ablate(model, IDS, ASK)
+    values = found.values.clone()
+    values[3] = torch.nan
+    holed = replace(found, values=values)
+    assert holed.names[3] not in [name for name, _ in holed.top(len(values) - 1)]
+    with pytest.raises(ValueError, match="k is -1"):
+        holed.top(-1)
+
+
+def test_an_added_weight_on_what_is_not_seen_reaches_earlier_queries(model):
+    """A source's entry is written for queries before it too."""
+    sources = torch.zeros(2, 7, dtype=torch.bool)
+    sources[:, 5] = True
+    place = Place(1, "attn.hook_pattern", 2)
+    edit = Edit(place, None, 1.0, torch.tensor(0.3, dtype=torch.float64), sources)
+    one = Intervention("more", (edit,))
+    found = sweep(model, IDS, [one], lambda lg: lg[:, 2, 7]).values[0]
+    want = model.run_with_hooks(IDS, fwd_hooks=one.hooks())[:, 2, 7]
+    assert (found - want).abs().max() < 1e-12
+
+
+def test_one_row_of_positions_for_all_prompts(model, monkeypatch):
+    given = {"position_ids": torch.arange(7)[None] * 2, "attention_mask": torch.ones_like(IDS)}
+    want = ablate(model, IDS, ASK, mode="mean", **given)
+    monkeypatch.setattr("lens_gemma4.sweep.room", lambda device: 1)
+    assert (ablate(model, IDS, ASK, mode="mean", **given).values - want.values).abs().max() < 1e-12

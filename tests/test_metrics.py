@@ -173,14 +173,18 @@ def test_a_metric_that_cannot_be_measured_says_why(model):
         (log_prob(3, positions=99), "positions is 99"),
         (
             log_prob(3, positions=torch.zeros(2, 9, dtype=torch.bool)),
-            r"nowhere in prompts \[0, 1\]",
+            "none of the 9 positions",
+        ),
+        (
+            log_prob(3, positions=torch.tensor([[1] * 9, [0] * 9]).bool()),
+            r"nowhere in prompts \[1\]",
         ),
         (log_prob(3, positions=torch.ones(2, 4, dtype=torch.bool)), "a mask of positions"),
     ]
     for metric, message in cases:
         with pytest.raises(ValueError, match=message):
             ablate(model, IDS, metric, attention_mask=MASK)
-    with pytest.raises(ValueError, match="there are 2 ids of tokens and more prompts"):
+    with pytest.raises(ValueError, match="there are 2 ids of tokens and 3 prompts"):
         ablate(model, IDS[:1].expand(3, -1), log_prob(torch.tensor([1, 2])))
     with pytest.raises(ValueError, match="nowhere"):
         ablate(model, IDS[:, :1], loss())

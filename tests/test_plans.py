@@ -1,5 +1,6 @@
 """Sweeps that are stopped: they go on by their plan, end with the same table to the last bit, and refuse another's folder."""
 
+import functools
 import json
 import random
 import signal
@@ -7,13 +8,26 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from small import hooked
 
-from lens_gemma4 import ablate, kl_to_clean, knockout, log_prob, logit_difference, patch, sweep
+from lens_gemma4 import (
+    SweepResult,
+    ablate,
+    kl_to_clean,
+    knockout,
+    log_prob,
+    logit_difference,
+    patch,
+    sweep,
+)
+from lens_gemma4.identities import digest, fingerprint
 from lens_gemma4.interventions import scaled, units_of
-from lens_gemma4.plans import PLAN, Journal, digest, fingerprint
+from lens_gemma4.metrics import Metric
+from lens_gemma4.plans import PLAN, Journal, of_weights
 
 IDS = torch.tensor([[2, 5, 6, 7, 8, 9, 10], [2, 15, 16, 17, 18, 19, 11]])
 ASK = logit_difference(7, 9)
@@ -87,7 +101,9 @@ def test_what_is_done_is_read_and_not_run(model, tmp_path, monkeypatch):
 def test_a_write_that_was_cut_off_is_not_taken_for_a_batch(model, tmp_path):
     whole = ablate(model, IDS, ASK, batch_size=3, save_to=tmp_path / "a")
     part = sorted((tmp_path / "a").glob("*.safetensors"))[1]
-    part.with_name(part.stem + ".partial").write_bytes(part.read_bytes()[:20])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    part.with_name(f"{part.name}.{dead.pid}.partial").write_bytes(part.read_bytes()[:20])
     part.unlink()
     again = ablate(model, IDS, ASK, batch_size=3, save_to=tmp_path / "a")
     assert torch.equal(again.values, whole.values) and not list((tmp_path / "a").glob("*.partial"))
@@ -188,10 +204,10 @@ def test_digests_tell_what_differs():
     others = [value.view(3, 2), value.double(), value + 1e-6, value.T]
     assert len({digest(one) for one in [value, *others]}) == 5
     one, other = hooked("text"), hooked("text")
-    assert fingerprint(one) == fingerprint(other)
+    assert of_weights(one) == of_weights(other)
     with torch.no_grad():
         other.blocks[2].layer_scalar += 0.01
-    assert fingerprint(one) != fingerprint(other)
+    assert of_weights(one) != of_weights(other)
 
 
 def test_a_journal_holds_no_time(model, tmp_path):
@@ -239,3 +255,136 @@ def test_prompts_in_parts_are_the_same(model, tmp_path, monkeypatch):
     sizes = []
     ablate(model, ids, lambda lg: sizes.append(len(lg)) or lg[:, -1, 7])
     assert set(sizes) == {5}  # a function of all logits sees all prompts
+
+
+# -- what tells one sweep from another ----------------------------------------------------------------
+
+
+def closing_over(word):
+    return lambda lg: lg[:, -1, word]
+
+
+class Asking:
+    def __init__(self, word):
+        self.word = word
+
+    def __call__(self, lg):
+        return lg[:, -1, self.word]
+
+    def ask(self, lg):
+        return lg[:, -1, self.word]
+
+
+def with_default(word):
+    def ask(lg, word=word):
+        return lg[:, -1, word]
+
+    return ask
+
+
+OF_WORDS = {
+    "closure": closing_over,
+    "object": Asking,
+    "method": lambda word: Asking(word).ask,
+    "default": with_default,
+    "partial": lambda word: functools.partial(lambda word, lg: lg[:, -1, word], word),
+    "Metric": lambda word: Metric("mine", lambda read: read.logits(word)),
+    "tensor": lambda word: closing_over(torch.tensor(word)),
+}
+
+
+@pytest.mark.parametrize("form", OF_WORDS)
+def test_functions_are_told_apart_by_what_they_use(model, tmp_path, form):
+    make = OF_WORDS[form]
+    whole = ablate(model, IDS, make(7), save_to=tmp_path / "a")
+    again = ablate(model, IDS, make(7), save_to=tmp_path / "a")  # an equal one goes on
+    assert torch.equal(again.values, whole.values)
+    with pytest.raises(ValueError, match="another sweep: its metrics is"):
+        ablate(model, IDS, make(8), save_to=tmp_path / "a")
+
+
+def test_a_function_that_cannot_be_told_apart_is_not_saved(model, tmp_path):
+    generator = (i for i in range(3))
+
+    def ask(lg):
+        return lg[:, -1, 7] + 0 * len([generator])
+
+    assert fingerprint(ask) is None
+    assert ablate(model, IDS, ask).values.shape[1] == 2
+    with pytest.raises(ValueError, match="cannot be told from another"):
+        ablate(model, IDS, ask, save_to=tmp_path / "a")
+
+
+def test_globals_count(model):
+    scope: dict = {"WORD": 7}
+    exec("ask = lambda lg: lg[:, -1, WORD]", scope)
+    first = fingerprint(scope["ask"])
+    scope["WORD"] = 8
+    assert first is not None and fingerprint(scope["ask"]) != first
+
+
+@pytest.mark.parametrize("where", ["w_o", "w_in", "w_e"])
+def test_any_changed_weight_is_another_sweep(tmp_path, where):
+    one = hooked("text")
+    ablate(one, IDS, ASK, save_to=tmp_path / "a")
+    weight = {"w_o": one.blocks[2].attn.w_o, "w_in": one.blocks[0].mlp.w_in, "w_e": one.w_e}[where]
+    with torch.no_grad():
+        weight[3, 1] *= 1 + 1e-12
+    with pytest.raises(ValueError, match="another sweep: its weights is"):
+        ablate(one, IDS, ASK, save_to=tmp_path / "a")
+
+
+def test_a_strangers_folder_is_left_as_it_is(model, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    (tmp_path / "download.partial").write_text("half")
+    with pytest.raises(ValueError, match="is not empty"):
+        ablate(model, IDS, ASK, save_to=tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "thesis.tex": "mine",
+        "download.partial": "half",
+    }
+
+
+def test_other_memory_resumes_the_plan_that_is_there(model, tmp_path, monkeypatch):
+    ids = torch.randint(3, 80, (5, 7), generator=torch.Generator().manual_seed(0))
+    for name in ("few", "many"):
+        first, second = (45_000, 2**29) if name == "few" else (2**29, 45_000)
+        monkeypatch.setattr(sweep, "room", lambda device, n=first: n)
+        whole = ablate(model, ids, ASK, save_to=tmp_path / name)
+        monkeypatch.setattr(sweep, "room", lambda device, n=second: n)
+        with monkeypatch.context() as patched:
+            patched.setattr(sweep.Runner, "run", None)  # nothing is run again
+            assert torch.equal(
+                ablate(model, ids, ASK, save_to=tmp_path / name).values, whole.values
+            )
+
+
+def test_damaged_files_are_named(model, tmp_path):
+    ablate(model, IDS, ASK, batch_size=8, save_to=tmp_path / "a")
+    part = sorted((tmp_path / "a").glob("*.safetensors"))[1]
+    good = part.read_bytes()
+    part.write_bytes(good[:30])
+    with pytest.raises(ValueError, match=rf"{part.name} is damaged"):
+        ablate(model, IDS, ASK, batch_size=8, save_to=tmp_path / "a")
+    part.write_bytes(safetensors.torch.save({"values": torch.zeros(1, 1, 1)}))
+    with pytest.raises(ValueError, match="planned are"):
+        ablate(model, IDS, ASK, batch_size=8, save_to=tmp_path / "a")
+    part.write_bytes(good)
+    (tmp_path / "a" / PLAN).write_text("{")
+    with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+        ablate(model, IDS, ASK, batch_size=8, save_to=tmp_path / "a")
+
+
+def test_arguments_of_any_kind_of_number_are_saved(model, tmp_path):
+    found = ablate(
+        model,
+        IDS,
+        log_prob([np.int64(7), torch.tensor(8)], positions=range(2, 4)),
+        layers=[np.int64(0), np.int64(1)],
+        positions=range(1, 3),
+        mode=np.float32(0.5),
+        save_to=tmp_path / "a",
+    )
+    found.save(tmp_path / "a.parquet")
+    plan = SweepResult.load(tmp_path / "a.parquet").plan
+    assert plan["arguments"]["layers"] == [0, 1] and plan["arguments"]["positions"] == [1, 2]
