@@ -3,6 +3,7 @@
 from lens_gemma4 import patching, utils
 from lens_gemma4.attribution import Attribution, Target
 from lens_gemma4.cache import ActivationCache
+from lens_gemma4.changes import region, swapped
 from lens_gemma4.circuits import SVDInterpreter
 from lens_gemma4.config import ConfigError, HookedConfig
 from lens_gemma4.edges import Edges, edge_attribution
@@ -30,6 +31,7 @@ from lens_gemma4.patchscopes import Patchscope, patchscope
 from lens_gemma4.paths import path_patch
 from lens_gemma4.results import SweepResult
 from lens_gemma4.selection import greedy, top_k
+from lens_gemma4.spans import ImageFeatures, Inputs, Span, token_labels
 from lens_gemma4.tuned_lens import TunedLens, train_tuned_lens
 from lens_gemma4.version import __version__
 
@@ -47,10 +49,13 @@ __all__ = [
     "HookedConfig",
     "HookedModel",
     "HookedRootModule",
+    "ImageFeatures",
+    "Inputs",
     "Lens",
     "PairEffects",
     "Patchscope",
     "SVDInterpreter",
+    "Span",
     "SweepResult",
     "Target",
     "TunedLens",
@@ -76,6 +81,9 @@ __all__ = [
     "path_patch",
     "prob",
     "rank",
+    "region",
+    "swapped",
+    "token_labels",
     "top_k",
     "train_tuned_lens",
     "utils",
