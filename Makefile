@@ -49,11 +49,15 @@ notebooks: setup
 pictures: setup
 	$(BIN)/python notebooks/pictures.py -o pictures
 
+# Peers live in environments of their own; benchmarks/sweep.py says how they are made.
+PEERS = $(if $(TL_PYTHON),--tl-python $(TL_PYTHON)) $(if $(NNSIGHT_PYTHON),--nnsight-python $(NNSIGHT_PYTHON))
+
 bench: setup
 	$(BIN)/python benchmarks/loading.py -o benchmarks/results/loading.txt
 	$(BIN)/python benchmarks/forward.py -o benchmarks/results/forward.txt
 	$(BIN)/python benchmarks/lens.py $(if $(NNTERP_PYTHON),--nnterp-python $(NNTERP_PYTHON)) -o benchmarks/results/lens.txt
-	$(BIN)/python benchmarks/sweep.py $(if $(TL_PYTHON),--tl-python $(TL_PYTHON)) $(if $(NNSIGHT_PYTHON),--nnsight-python $(NNSIGHT_PYTHON)) --grow -o benchmarks/results/sweep.txt
+	$(BIN)/python benchmarks/sweep.py $(PEERS) --tokens 32 -o benchmarks/results/sweep.txt
+	$(BIN)/python benchmarks/sweep.py $(PEERS) --tokens 128 512 --rounds 1 --sample 16 --grow -o benchmarks/results/sweep_long.txt
 
 # A machine with a card often has its own python with torch and no network: without a .venv that one is used.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
