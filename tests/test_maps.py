@@ -261,3 +261,23 @@ def test_hooks_and_skipped_blocks_are_refused_not_half_applied(model):
     with model.skip_layers(1, 1), pytest.raises(ValueError, match=r"blocks \[1\] skipped"):
         ablate(model, IDS, ask, units="mlp")
     assert ablate(model, IDS, ask, units="mlp").values.shape == (model.cfg.n_layers, 2)
+
+
+def test_resampling_among_the_prompts_takes_another_prompts_value(model):
+    ids = torch.cat([IDS, OTHER])
+    found = ablate(model, ids, logit_difference(7, 9), units=["1_mlp_out"], mode="resample")
+    value = model.run_with_cache(ids, names_filter="blocks.1.hook_mlp_out")[1]["mlp_out", 1]
+    for row in range(4):
+        donors = {}
+        for donor in range(4):
+            edit = [("blocks.1.hook_mlp_out", lambda v, hook, d=donor: value[d : d + 1])]
+            logits = model.run_with_hooks(ids[row : row + 1], fwd_hooks=edit)
+            donors[donor] = (logits[0, -1, 7] - logits[0, -1, 9]).item()
+        near = min(donors, key=lambda d: abs(donors[d] - found.values[0, row].item()))  # noqa: B023
+        assert abs(donors[near] - found.values[0, row].item()) < 1e-9 and near != row
+
+
+def test_resampling_onto_padding_is_refused(model):
+    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    with pytest.raises(ValueError, match="have padding"):
+        ablate(model, IDS, logit_difference(7, 9), mode="resample", attention_mask=mask)
