@@ -273,7 +273,7 @@ def test_resampling_among_the_prompts_takes_another_prompts_value(model):
             edit = [("blocks.1.hook_mlp_out", lambda v, hook, d=donor: value[d : d + 1])]
             logits = model.run_with_hooks(ids[row : row + 1], fwd_hooks=edit)
             donors[donor] = (logits[0, -1, 7] - logits[0, -1, 9]).item()
-        near = min(donors, key=lambda d: abs(donors[d] - found.values[0, row].item()))  # noqa: B023
+        near = min(donors, key=lambda d: abs(donors[d] - found.values[0, row].item()))
         assert abs(donors[near] - found.values[0, row].item()) < 1e-9 and near != row
 
 
