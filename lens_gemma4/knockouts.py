@@ -116,7 +116,7 @@ def _sighted(
     masks, _ = model.sight(stream, ids, *(tensors.get(name) for name in known))
     found: dict[str, list[Cut]] = {}
     for kind, mask in masks.items():
-        seen = mask.seen(ids.device)[:, 0]  # [rows pos kv_pos]
+        seen = mask.seen()[:, 0]  # [rows pos kv_pos]
         for cut in cuts:
             cut_off = seen if cut.sources is None else seen & cut.sources[:, None]
             blind = real & (seen == cut_off).all(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -14,38 +14,110 @@ from lens_gemma4.config import HookedConfig
 ImageMask = Literal["transformers", "windowed"]
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Which key a query sees in one type of block. Nothing here grows with the square of the length.
+
+    Args:
+        window: how far back a sliding block sees, itself included; None in a full block.
+        both_ways: whether the future is seen too, everywhere.
+        padding: True on real tokens; None means all are.
+        images: number of the image each token is in, -1 outside; None where masks know no images.
+        leaves_window: whether an image longer than the window is seen as a whole.
+    """
+
+    window: int | None
+    both_ways: bool = False
+    padding: Bool[Tensor, "batch kv_pos"] | None = None
+    images: Int[Tensor, "batch kv_pos"] | None = None
+    leaves_window: bool = True
+
+    def visible(
+        self, queries: Int[Tensor, " pos"], keys: Int[Tensor, " kv_pos"]
+    ) -> Bool[Tensor, "rows 1 pos kv_pos"]:
+        """Whether the query at a position sees the key at another, for all of both; one row where all rows are alike."""
+        ahead = keys[None] - queries[:, None]  # how far the key lies ahead of the query
+        if self.both_ways:
+            seen = ahead.abs() <= (ahead.numel() if self.window is None else self.reach)
+            seen = seen[None, None]
+        else:
+            seen = self._looking_back(ahead, queries, keys)
+        return seen if self.padding is None else seen & self.padding[:, None, None, keys]
+
+    @property
+    def reach(self) -> int:
+        """How far a sliding block that looks both ways sees on either side."""
+        assert self.window is not None
+        return self.window // 2 + 1
+
+    def _looking_back(
+        self, ahead: Int[Tensor, "pos kv_pos"], queries: Tensor, keys: Tensor
+    ) -> Bool[Tensor, "rows 1 pos kv_pos"]:
+        past = (ahead <= 0)[None, None]
+        recent = None if self.window is None else (ahead > -self.window)[None, None]
+        if self.images is None:
+            return past if recent is None else past & recent
+        image = self.images[:, queries][:, None, :, None]
+        same = (image == self.images[:, keys][:, None, None]) & (image >= 0)
+        if recent is None:
+            return past | same
+        return (past & recent) | same if self.leaves_window else (past | same) & recent
+
+
 @dataclass
 class Mask:
-    """What each query sees. `visible` is None where transformers passes no mask either: then only the
-    future is hidden (`causal`) or nothing is."""
+    """What the queries of a call see of its keys, spelled out when it is first asked for.
 
-    pos: int
-    causal: bool
-    visible: Bool[Tensor, "batch 1 pos kv_pos"] | None = None
-    _additive: Tensor | None = None
-    _blind: Tensor | None = None
+    Args:
+        rule: of the block type.
+        queries: positions of the queries.
+        keys: positions of the keys, in the order in which they lie.
+        rows: prompts in the batch.
+        passed: False where transformers passes no mask: there only the future is hidden, or nothing is.
+    """
+
+    rule: Rule
+    queries: Int[Tensor, " pos"]
+    keys: Int[Tensor, " kv_pos"]
+    rows: int
+    passed: bool = True
+    _visible: Tensor | None = field(default=None, repr=False)
+    _additive: Tensor | None = field(default=None, repr=False)
+    _blind: Tensor | None = field(default=None, repr=False)
     _has_blind: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return not self.rule.both_ways
+
+    @property
+    def visible(self) -> Bool[Tensor, "batch 1 pos kv_pos"] | None:
+        """What is passed to the fused attention; None where transformers passes no mask either."""
+        if self._visible is None and self.passed:
+            seen = self.seen()
+            self._visible = seen.expand(self.rows, 1, *seen.shape[-2:])
+        return self._visible
+
+    def seen(self) -> Bool[Tensor, "rows 1 pos kv_pos"]:
+        """The mask spelled out."""
+        return (
+            self.rule.visible(self.queries, self.keys) if self._visible is None else self._visible
+        )
 
     def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:
         """0 where visible, the dtype's lowest number elsewhere; None when nothing is hidden."""
-        if self.visible is None and not self.causal:
+        if not self.passed and not self.causal:
             return None
         if self._additive is None or self._additive.dtype != like.dtype:
-            visible = self.seen(like.device)
+            visible = self.visible if self.passed else self.seen()
             zero = torch.zeros((), dtype=like.dtype, device=like.device)
             self._additive = torch.where(visible, zero, torch.finfo(like.dtype).min)
         return self._additive
 
-    def seen(self, device: torch.device) -> Bool[Tensor, "rows 1 pos kv_pos"]:
-        """The mask spelled out."""
-        if self.visible is not None:
-            return self.visible
-        all_seen = torch.ones(1, 1, self.pos, self.pos, dtype=torch.bool, device=device)
-        return all_seen.tril() if self.causal else all_seen
-
     def blind(self) -> Bool[Tensor, "batch 1 pos 1"] | None:
         """Queries that see no key, which only padding can do to them; None when there are none."""
-        if self._blind is None and self.visible is not None:
+        if self._blind is None and self.rule.padding is not None and self.passed:
+            assert self.visible is not None
             self._blind = ~self.visible.any(-1, keepdim=True)
             self._has_blind = bool(self._blind.any())
         return self._blind if self._has_blind else None
@@ -78,55 +150,45 @@ def attention_masks(
             ones see both ways inside an image but never further back than the window.
     """
     whole = padding is None or bool(padding.all())
-    blocks = _same_block(cfg, batch, pos, device, types)
+    places = torch.arange(pos, device=device)
     masks: dict[str, Mask] = {}
     for kind in {layer.kind for layer in cfg.layers}:
-        visible = _visible(cfg, kind, pos, device, whole, blocks, image_mask)
-        if visible is not None:
-            if padding is not None:
-                visible = visible & padding[:, None, None, :]
-            visible = visible.expand(batch, 1, pos, pos)
-        masks[kind] = Mask(pos, cfg.bidirectional != "all", visible)
+        rule = rule_of(cfg, kind, padding, types, image_mask)
+        limit = None if rule.window is None else rule.reach if rule.both_ways else rule.window
+        cut = limit is not None and pos >= limit
+        masks[kind] = Mask(
+            rule,
+            places,
+            places,
+            batch,
+            passed=not whole or cut or _knows_images(cfg, kind, image_mask),
+        )
     return masks
 
 
-def _same_block(
-    cfg: HookedConfig, batch: int, pos: int, device: torch.device, types: Tensor | None
-) -> Bool[Tensor, "batch 1 pos kv_pos"] | None:
-    """True where query and key are of one image; None on models whose masks know no images."""
-    if not (cfg.is_wrapper and cfg.bidirectional == "vision"):
-        return None
-    if types is None:
-        return torch.zeros(1, 1, pos, pos, dtype=torch.bool, device=device)
-    ids = block_ids(types)
-    return ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
-
-
-def _visible(
+def rule_of(
     cfg: HookedConfig,
     kind: str,
-    pos: int,
-    device: torch.device,
-    whole: bool,
-    blocks: Tensor | None,
+    padding: Bool[Tensor, "batch kv_pos"] | None,
+    types: Int[Tensor, "batch kv_pos"] | None,
     image_mask: ImageMask,
-) -> Bool[Tensor, "rows 1 pos kv_pos"] | None:
-    """A block type's rule before padding, or None where transformers passes no mask."""
-    sliding = kind == "sliding"
-    query = torch.arange(pos, device=device)[:, None]
-    key = torch.arange(pos, device=device)[None, :]
-    if cfg.bidirectional == "all":
-        reach = cfg.window_size // 2 + 1
-        if whole and not (sliding and pos >= reach):
-            return None
-        near = (query - key).abs() <= reach if sliding else torch.ones_like(query >= key)
-        return near[None, None]
-    past = key <= query
-    recent = key > query - cfg.window_size
-    if blocks is None or (image_mask == "windowed" and not sliding):
-        if whole and not (sliding and pos >= cfg.window_size):
-            return None
-        return (past & recent if sliding else past)[None, None]
-    if image_mask == "windowed":
-        return (past | blocks) & recent
-    return (past & recent if sliding else past) | blocks
+) -> Rule:
+    """What a block type's queries see, of keys with this padding and these token types."""
+    return Rule(
+        window=cfg.window_size if kind == "sliding" else None,
+        both_ways=cfg.bidirectional == "all",
+        padding=padding,
+        images=block_ids(types)
+        if types is not None and _knows_images(cfg, kind, image_mask)
+        else None,
+        leaves_window=image_mask == "transformers",
+    )
+
+
+def _knows_images(cfg: HookedConfig, kind: str, image_mask: ImageMask) -> bool:
+    """Whether the masks of a block type look at token types; transformers always passes such a mask."""
+    return (
+        cfg.is_wrapper
+        and cfg.bidirectional == "vision"
+        and (image_mask == "transformers" or kind == "sliding")
+    )

@@ -563,7 +563,7 @@ def _visible(
     padding = None if padding is None else padding.bool()
     batch, pos = first.shape[:2]
     masks = attention_masks(model.cfg, batch, pos, first.device, padding, types, rule)
-    return masks[kind].seen(first.device)[:, 0].expand(batch, pos, pos).cpu()
+    return masks[kind].seen()[:, 0].expand(batch, pos, pos).cpu()
 
 
 def _kinds(visible: Bool[Tensor, "pos kv_pos"], window: int | None) -> Tensor:

@@ -84,9 +84,7 @@ def clean_run(model: Gemma4, tensors: Mapping[str, Any], points: Sequence[str]) 
         tensors.get("position_ids"),
         tensors.get("mm_token_type_ids"),
     )
-    return Clean(
-        kept, turns, {kind: mask.seen(stream.device) for kind, mask in masks.items()}, kept[last]
-    )
+    return Clean(kept, turns, {kind: mask.seen() for kind, mask in masks.items()}, kept[last])
 
 
 def product(x: Float[Tensor, "*rows i"], w: Float[Tensor, "o i"]) -> Float[Tensor, "*rows o"]:

@@ -342,7 +342,7 @@ def test_masks_are_the_rules_spelled_out(kind, row, image_mask):
         )
         assert set(masks) == {"sliding", "full"}
         for kind_of_block, mask in masks.items():
-            got = mask.seen(torch.device("cpu")).expand(rows, 1, pos, pos)[:, 0].tolist()
+            got = mask.seen().expand(rows, 1, pos, pos)[:, 0].tolist()
             for index in range(rows):
                 expected = [
                     [
