@@ -14,6 +14,7 @@ from lens_gemma4.heads import detect_head
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 from lens_gemma4.knockouts import knockout
+from lens_gemma4.kv_cache import KVCache
 from lens_gemma4.lenses import Lens, logit_lens
 from lens_gemma4.loading import CheckpointError
 from lens_gemma4.maps import ablate, patch
@@ -51,6 +52,7 @@ __all__ = [
     "HookedRootModule",
     "ImageFeatures",
     "Inputs",
+    "KVCache",
     "Lens",
     "PairEffects",
     "Patchscope",

@@ -25,6 +25,7 @@ from lens_gemma4.factored import FactoredMatrix
 from lens_gemma4.forms import items_of, never
 from lens_gemma4.hooks import HookPoint, NamedPoint, NameFilter
 from lens_gemma4.inputs import TextInputs
+from lens_gemma4.kv_cache import KVCache
 from lens_gemma4.masks import ImageMask
 from lens_gemma4.model import INPUT_KEYS, AttnImplementation, Gemma4
 from lens_gemma4.spans import (
@@ -176,6 +177,8 @@ class HookedModel(TextInputs, Gemma4):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         check_finite: bool = False,
+        kv_cache: KVCache | None = None,
+        logits_to_keep: int | None = None,
         **inputs: Any,
     ) -> Tensor | Output | None:
         """Run the model.
@@ -189,6 +192,10 @@ class HookedModel(TextInputs, Gemma4):
             start_at_layer: first block to run, on a given stream.
             stop_at_layer: block before which to stop; the stream entering it is returned.
             check_finite: raise at the first hook point whose value is not finite, and name it.
+            kv_cache: what has run before, on which this call goes on and to which it adds; see `KVCache`. Positions then count
+                real tokens, as transformers' generate does, and text gets no BOS when the cache holds any position.
+            logits_to_keep: how many of the last positions get logits; all by default. Those of a long prompt are larger than
+                everything else.
             inputs: `attention_mask` (1 on real tokens), `position_ids` (a tensor, or "mask" to count real
                 tokens as transformers' generate does), `mm_token_type_ids`, `pixel_values`,
                 `image_position_ids`, `pixel_values_videos`, `video_position_ids`, `num_frames_per_video`,
@@ -204,11 +211,23 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(
                 f'return_type is {return_type!r}; use "logits", "loss", "both" or None'
             )
-        tensors = self.prepare(input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs)
+        if logits_to_keep is not None and (logits_to_keep < 1 or return_type in ("loss", "both")):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep} with return_type={return_type!r}: it is 1 or more, and a loss needs all logits"
+            )
+        tensors = self.prepare(
+            input, input_ids=input_ids, start_at_layer=start_at_layer, kv_cache=kv_cache, **inputs
+        )
         wants_logits = return_type is not None or self.hook_logits.live or self.hook_logits_raw.live
         layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         with self._finite_or_error(check_finite):
-            out = super().forward(**tensors, **layers, with_logits=wants_logits)
+            out = super().forward(
+                **tensors,
+                **layers,
+                with_logits=wants_logits,
+                logits_to_keep=logits_to_keep,
+                kv_cache=kv_cache,
+            )
         if stop_at_layer is not None:
             return out
         if return_type == "logits" or return_type is None:
@@ -231,9 +250,12 @@ class HookedModel(TextInputs, Gemma4):
         audio: Any = None,
         image_tokens: int | None = None,
         image_features: Any = None,
+        kv_cache: KVCache | None = None,
         **inputs: Any,
     ) -> Inputs:
         """Whatever `forward` accepts, as the tensors the network runs on, on the model's device, with the `spans` of media."""
+        if prepend_bos is None and kv_cache is not None and kv_cache.length:
+            prepend_bos = False  # it stands at the front, among what is held
         media = {"images": images, "videos": videos, "audio": audio, "image_tokens": image_tokens}
         if input is not None and isinstance(input, Mapping):
             beside = {**inputs, **media, "input_ids": input_ids, "image_features": image_features}
@@ -321,7 +343,10 @@ class HookedModel(TextInputs, Gemma4):
         """
         inputs = {k: v for k, v in model_kwargs.items() if k not in _RUN_KEYS}
         tensors = self.prepare(
-            *model_args, start_at_layer=model_kwargs.get("start_at_layer"), **inputs
+            *model_args,
+            start_at_layer=model_kwargs.get("start_at_layer"),
+            kv_cache=model_kwargs.get("kv_cache"),
+            **inputs,
         )
         run = {k: v for k, v in model_kwargs.items() if k in _RUN_KEYS}
         out, values = self.run_and_store(
@@ -846,7 +871,10 @@ class HookedModel(TextInputs, Gemma4):
 
 
 _NO_BIAS = ("b_Q", "b_K", "b_V", "b_O", "b_in", "b_gate", "b_out", "b_U", "W_pos", "W_E_pos")
-_RUN_KEYS = ("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite")
+_RUN_KEYS = (
+    *("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite"),
+    *("kv_cache", "logits_to_keep"),
+)
 
 
 def _gain(weight: Tensor | None) -> Tensor:

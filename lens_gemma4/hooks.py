@@ -39,6 +39,12 @@ class Handle:
     reached: int = 0
 
 
+class Place:
+    """Which positions the run at hand computes; all points of a model share one."""
+
+    positions: range | None = None
+
+
 class HookPoint(nn.Module):
     """An identity that shows a value to whoever listens and lets them replace it.
 
@@ -60,6 +66,7 @@ class HookPoint(nn.Module):
         self.name: str | None = None
         self.axes = axes
         self.ctx: dict[str, Any] = {}
+        self.place = Place()
         self.fwd_hooks: list[Handle] = []
         self.bwd_hooks: list[Handle] = []
         self.live = False
@@ -98,6 +105,12 @@ class HookPoint(nn.Module):
         shown, edited = self._run(value)
         # Compared by content as well: writes through numpy or `.data` leave no trace on the tensor.
         return shown, edited or bool(self.bwd_hooks) or not (shown is value or _same(shown, value))
+
+    @property
+    def positions(self) -> range | None:
+        """Absolute positions of the tokens that the run at hand computes, in the padded row: all of a prompt's, or those
+        after what a key/value cache holds. None outside a run."""
+        return self.place.positions
 
     def layer(self) -> int:
         """Number of the block this point is in.
@@ -309,21 +322,24 @@ class HookedRootModule(nn.Module):
         self.mod_dict: dict[str, nn.Module] = {}
         self.hook_dict: dict[str, HookPoint] = {}
         self._awaited: list[tuple[HookPoint, Handle]] = []
+        self.place = Place()
         self._runs = self._depth = 0
         for name, module in self.named_modules():
             if name:
                 self.mod_dict[name] = module
             if isinstance(module, HookPoint):
-                module.name = name
+                module.name, module.place = name, self.place
                 self.hook_dict[name] = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
         self._depth += 1  # a hook may run the model inside a run
+        outer = self.place.positions
         try:
             return super().__call__(*args, **kwargs)
         finally:
             self._depth -= 1
+            self.place.positions = outer
 
     # -- names -----------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Mask:
         queries: positions of the queries.
         keys: positions of the keys, in the order in which they lie.
         rows: prompts in the batch.
+        total: positions run so far, keys that have left a sliding block's cache included.
         passed: False where transformers passes no mask: there only the future is hidden, or nothing is.
     """
 
@@ -80,6 +81,7 @@ class Mask:
     queries: Int[Tensor, " pos"]
     keys: Int[Tensor, " kv_pos"]
     rows: int
+    total: int
     passed: bool = True
     _visible: Tensor | None = field(default=None, repr=False)
     _additive: Tensor | None = field(default=None, repr=False)
@@ -89,6 +91,11 @@ class Mask:
     @property
     def causal(self) -> bool:
         return not self.rule.both_ways
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the keys are those of all positions."""
+        return len(self.keys) == self.total
 
     @property
     def visible(self) -> Bool[Tensor, "batch 1 pos kv_pos"] | None:
@@ -109,7 +116,7 @@ class Mask:
         if not self.passed and not self.causal:
             return None
         if self._additive is None or self._additive.dtype != like.dtype:
-            visible = self.visible if self.passed else self.seen()
+            visible = self.seen() if self.visible is None else self.visible
             zero = torch.zeros((), dtype=like.dtype, device=like.device)
             self._additive = torch.where(visible, zero, torch.finfo(like.dtype).min)
         return self._additive
@@ -161,6 +168,7 @@ def attention_masks(
             places,
             places,
             batch,
+            pos,
             passed=not whole or cut or _knows_images(cfg, kind, image_mask),
         )
     return masks

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,12 @@ from lens_gemma4 import names
 from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import HookedRootModule, HookPoint
-from lens_gemma4.masks import ImageMask, Mask, attention_masks
+from lens_gemma4.kv_cache import KVCache
+from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
 from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
 from lens_gemma4.norms import RMSNorm, Shown, empty
 
-AttnImplementation = Literal["sdpa", "eager"]
+AttnImplementation = Literal["sdpa", "eager", "local"]
 # What a prepared call is made of; a transformers processor returns them under these names.
 INPUT_KEYS = (
     "input_ids",
@@ -115,10 +117,29 @@ def masked_scores(
     mask: Mask,
     per_kv: int,
 ) -> Float[Tensor, "batch head pos kv_pos"]:
-    keys = repeat_heads(_heads_first(k), per_kv)
-    scores = torch.matmul(q.transpose(1, 2), keys.transpose(2, 3))
+    """Masked scores of keys by position."""
+    return _scores(q, _heads_first(k), mask, per_kv)
+
+
+def _scores(
+    q: Float[Tensor, "batch pos head d_head"],
+    keys: Float[Tensor, "batch kv_head kv_pos d_head"],
+    mask: Mask,
+    per_kv: int,
+) -> Float[Tensor, "batch head pos kv_pos"]:
+    scores = torch.matmul(q.transpose(1, 2), repeat_heads(keys, per_kv).transpose(2, 3))
     additive = mask.additive(scores)
     return scores if additive is None else scores.add_(additive)
+
+
+@dataclass
+class Sight:
+    """What a block needs to know of a call beside the stream."""
+
+    mask: Mask
+    rotary: tuple[Tensor, Tensor]
+    lent: dict[int, tuple[Tensor, Tensor]]  # by lenders, each adds its own
+    kv: KVCache | None = None
 
 
 def _pattern_as_fused(
@@ -174,6 +195,30 @@ def sdpa(
     return z.reshape(batch, heads, pos, d_head)
 
 
+def _watched(
+    point: HookPoint, squares: Float[Tensor, "batch head pos kv_pos"], mask: Mask, nothing: float
+) -> tuple[Float[Tensor, "batch head pos kv_pos"], bool]:
+    """`point.watch` on scores or a pattern, shown against all positions: a sliding block's cache holds its window alone.
+
+    Raises:
+        ValueError: a hook wrote where the keys have been dropped.
+    """
+    if not point.live or mask.keeps_all:
+        return point.watch(squares)
+    whole = squares.new_full((*squares.shape[:-1], mask.total), nothing)
+    whole[..., mask.keys] = squares
+    shown, edited = point.watch(whole)
+    if edited:
+        gone = torch.ones(mask.total, dtype=torch.bool, device=whole.device)
+        gone[mask.keys] = False
+        if bool((shown[..., gone] != nothing).any()):
+            raise ValueError(
+                f"the hook on {point.name!r} wrote to a position that has left the window: its keys and values are gone from "
+                "the cache. Leave such positions as they are, or run the text without kv_cache"
+            )
+    return shown[..., mask.keys], edited
+
+
 class Attention(nn.Module):
     """Queries, keys and values by head, their norms, rotary positions, pattern, and the output projection.
 
@@ -184,7 +229,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: HookedConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.cfg = layer
-        self.eager = False
+        self.eager = self.local = False
         width, kv_width = layer.n_heads * layer.d_head, layer.n_key_value_heads * layer.d_head
         self.w_q = empty(width, cfg.d_model)
         self.w_o = empty(cfg.d_model, width)
@@ -208,20 +253,22 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch pos d_model"],
-        rotary: tuple[Tensor, Tensor],
-        mask: Mask,
-        lent: dict[int, tuple[Tensor, Tensor]],
+        sight: Sight,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """`lent` holds what lenders lend; a lender adds its own."""
         q = self.hook_q(self._by_head(F.linear(x, self.w_q)))
-        q = self.hook_rot_q.of(partial(rotate, cos=rotary[0], sin=rotary[1]), self.q_norm(q))
-        k, v = (
-            self._own_keys_values(x, rotary) if self.cfg.lender is None else lent[self.cfg.lender]
+        cos, sin = sight.rotary
+        q = self.hook_rot_q.of(partial(rotate, cos=cos, sin=sin), self.q_norm(q))
+        lender = self.cfg.lender
+        lent = self._own_keys_values(x, sight.rotary) if lender is None else sight.lent[lender]
+        sight.lent[self.cfg.index] = (
+            lent  # before the two hooks below: edits there stay in this block
         )
-        lent[self.cfg.index] = (k, v)  # before the two hooks below: edits there stay in this block
-        k, v = self.hook_rot_k(k), self.v_norm.hook_out(v)
-        z = self.hook_z(self._mix(q, k, v, mask))
-        return self.hook_out(self._project(z))
+        if sight.kv is None:
+            k, v = self.hook_rot_k(lent[0]), self.v_norm.hook_out(lent[1])
+            z = self._mix(q, k, v, sight.mask)
+        else:
+            z = self._mix_held(q, lent, sight.mask, sight.kv)
+        return self.hook_out(self._project(self.hook_z(z)))
 
     def _by_head(
         self, x: Float[Tensor, "batch pos width"]
@@ -240,10 +287,33 @@ class Attention(nn.Module):
         """Values mixed by the pattern."""
         z = None
         if self.eager or not self._squares_deferred(q, k, mask):
-            z = self._explicit(q, k, v, mask)
+            z = self._explicit(q, _heads_first(k), _heads_first(v), mask)
         if z is None:
-            z = sdpa(q.transpose(1, 2), _heads_first(k), _heads_first(v), mask)
+            z = self._fused(q, _heads_first(k), _heads_first(v), mask)
         return z.transpose(1, 2).contiguous()
+
+    def _mix_held(
+        self, q: Tensor, lent: tuple[Tensor, Tensor], mask: Mask, kv: KVCache
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """Values mixed by the pattern, those that a cache holds among them."""
+        (k, by_k), (v, by_v) = self.hook_rot_k.watch(lent[0]), self.v_norm.hook_out.watch(lent[1])
+        keys, values = kv.extend(self.cfg, lent, (k, v), by_k or by_v)
+        z = None
+        if self.eager or self.hook_attn_scores.live or self.hook_pattern.live:
+            z = self._explicit(q, keys, values, mask)
+        if z is None:
+            z = self._fused(q, keys, values, mask)
+        return z.transpose(1, 2).contiguous()
+
+    def _fused(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Mask
+    ) -> Float[Tensor, "batch head pos d_head"]:
+        q = q.transpose(1, 2)
+        if self.local and q.shape[2] > 1:
+            from lens_gemma4.local import local_attention
+
+            return local_attention(q, keys, values, mask)
+        return sdpa(q, keys, values, mask)
 
     def _squares_deferred(self, q: Tensor, k: Tensor, mask: Mask) -> bool:
         # Functions of numbers and tensors, not methods: whoever keeps them keeps no module, and nothing set on the
@@ -254,19 +324,21 @@ class Attention(nn.Module):
         ) and self.hook_pattern.defer(partial(_fused_pattern, **how), q, k)
 
     def _explicit(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Mask
     ) -> Float[Tensor, "batch head pos d_head"] | None:
         """Scores, softmax, pattern @ v; None when they were only shown and the fast operation counts."""
         per_kv = self.cfg.heads_per_kv
-        scores, by_scores = self.hook_attn_scores.watch(masked_scores(q, k, mask, per_kv))
+        scores = _scores(q, keys, mask, per_kv)
+        scores, by_scores = _watched(
+            self.hook_attn_scores, scores, mask, torch.finfo(scores.dtype).min
+        )
         if by_scores:  # a scaled mask is -inf, and a query that sees no key would be NaN
             scores = scores.clamp(min=torch.finfo(scores.dtype).min)
-        pattern, by_pattern = self.hook_pattern.watch(
-            softmax(scores) if self.eager else _pattern_as_fused(scores, mask)
-        )
+        pattern = softmax(scores) if self.eager else _pattern_as_fused(scores, mask)
+        pattern, by_pattern = _watched(self.hook_pattern, pattern, mask, 0.0)
         if not (self.eager or by_scores or by_pattern):
             return None
-        return torch.matmul(pattern, repeat_heads(_heads_first(v), per_kv))
+        return torch.matmul(pattern, repeat_heads(values, per_kv))
 
     def _project(
         self, z: Float[Tensor, "batch pos head d_head"]
@@ -380,15 +452,11 @@ class Block(nn.Module):
     def forward(
         self,
         resid_pre: Float[Tensor, "batch pos d_model"],
-        rotary: tuple[Tensor, Tensor],
-        mask: Mask,
-        lent: dict[int, tuple[Tensor, Tensor]],
+        sight: Sight,
     ) -> Float[Tensor, "batch pos d_model"]:
         # 1. attention reads the stream and adds to it
         resid_pre = self.hook_resid_pre(resid_pre)
-        attn_out = self.hook_attn_out(
-            self.ln1_post(self.attn(self.ln1(resid_pre), rotary, mask, lent))
-        )
+        attn_out = self.hook_attn_out(self.ln1_post(self.attn(self.ln1(resid_pre), sight)))
         resid_mid = self.hook_resid_mid.of(torch.add, resid_pre, attn_out)
         # 2. so does the MLP
         mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid))))
@@ -463,10 +531,13 @@ class Gemma4(HookedRootModule):
         self.eval()
 
     def set_attn_implementation(self, name: AttnImplementation) -> None:
-        """ "sdpa" (PyTorch's fused attention) or "eager" (scores, softmax, pattern @ v)."""
-        self.attn_implementation = _one_of("attn_implementation", name, ("sdpa", "eager"))
+        """ "sdpa" (PyTorch's fused attention), "eager" (scores, softmax, pattern @ v), or "local" (the fused one by parts of the
+        prompt, for long ones: sliding blocks cost window x length)."""
+        self.attn_implementation = _one_of(
+            "attn_implementation", name, get_args(AttnImplementation)
+        )
         for block in self.blocks:
-            block.attn.eager = name == "eager"
+            block.attn.eager, block.attn.local = name == "eager", name == "local"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -513,8 +584,12 @@ class Gemma4(HookedRootModule):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         with_logits: bool = True,
+        logits_to_keep: int | None = None,
+        kv_cache: KVCache | None = None,
     ) -> Tensor:
         """Run the blocks from `start_at_layer` (on `resid`) up to, not including, `stop_at_layer`.
+
+        With a `kv_cache` the positions follow those that it holds.
 
         Takes what a transformers processor returns; `image_features` are what `vision.hook_image_features` showed of the
         same images, and take the place of their pixels. Returns logits `[batch pos d_vocab]`, or the stream
@@ -527,6 +602,11 @@ class Gemma4(HookedRootModule):
             ),
             "audio": frames_and_mask(input_features, input_features_mask),
         }
+        any_media = any(value is not None for value in media.values())
+        if kv_cache is not None and not (start_at_layer is None and stop_at_layer is None):
+            raise ValueError(
+                "kv_cache runs all blocks: start_at_layer and stop_at_layer would leave some without these positions"
+            )
         start, stop = self._range(start_at_layer, stop_at_layer, resid)
         given = {
             "resid": resid,
@@ -547,18 +627,101 @@ class Gemma4(HookedRootModule):
         else:
             stream = self._outer_stream("the stream", resid)
             types = self._types(input_ids, mm_token_type_ids, media, resid)
+        if kv_cache is not None:
+            # Types derived from text alone say nothing.
+            typed = mm_token_type_ids is not None or inputs_embeds is not None or any_media
+            seen = stream, types if typed else None, attention_mask, position_ids
+            with self._held(kv_cache, *seen) as sights:
+                return self._head(
+                    self._blocks(stream, sights, start, stop), with_logits, logits_to_keep
+                )
+        self.place.positions = range(stream.shape[1])
         masks, turns = self._sight(stream, types, attention_mask, position_ids)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
+        sights = {kind: Sight(masks[kind], turns[kind], lent) for kind in masks}
+        stream = self._blocks(stream, sights, start, stop)
+        if stop_at_layer is not None:
+            return stream.clone()  # the caller's to change; a cache may hold the stream itself
+        return self._head(stream, with_logits, logits_to_keep)
+
+    def _blocks(
+        self, stream: Tensor, sights: Mapping[str, Sight], start: int, stop: int
+    ) -> Float[Tensor, "batch pos d_model"]:
         for block in self.blocks[start:stop]:
             if block.cfg.index in self._skipped:
                 instead = self._skipped[block.cfg.index]
                 stream = stream if instead is None else instead
             else:
-                stream = block(stream, turns[block.cfg.kind], masks[block.cfg.kind], lent)
-        if stop_at_layer is not None:
-            return stream.clone()  # the caller's to change; a cache may hold the stream itself
+                stream = block(stream, sights[block.cfg.kind])
+        return stream
+
+    def _head(
+        self, stream: Tensor, with_logits: bool, keep: int | None
+    ) -> Float[Tensor, "batch kept d_vocab"]:
         stream = self.ln_final(stream)
-        return self.unembed(stream) if with_logits else stream
+        return (
+            self.unembed(stream if keep is None else stream[:, -keep:]) if with_logits else stream
+        )
+
+    @contextmanager
+    def _held(
+        self,
+        kv: KVCache,
+        stream: Tensor,
+        types: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | str | None,
+    ) -> Iterator[dict[str, Sight]]:
+        """What blocks see in a call on a cache, which counts once it is over."""
+        batch, pos, _ = stream.shape
+        kv.check(self.cfg, batch, types)
+        past, total = kv.length, kv.length + pos
+        if attention_mask is not None and attention_mask.shape == (batch, total):
+            attention_mask = attention_mask[:, past:]
+        padding = _padding(attention_mask, batch, pos)
+        real = kv.real(padding, pos, stream.device)
+        if not past:
+            masks = attention_masks(
+                self.cfg, batch, pos, stream.device, padding, types, self.image_mask
+            )
+        else:
+            masks = self._masks_after(kv, batch, pos, real, types, stream.device)
+        if isinstance(position_ids, Tensor):
+            positions = self._position_ids(position_ids, padding, pos, stream.device)
+        else:
+            position_ids = "mask" if position_ids is None else position_ids
+            positions = self._position_ids(position_ids, real, total, stream.device)[:, past:]
+        turns = self._rotary(positions, stream)
+        lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self.place.positions = range(past, total)
+        try:
+            yield {kind: Sight(masks[kind], turns[kind], lent, kv) for kind in masks}
+        except BaseException:
+            kv.forget()
+            raise
+        kv.settle(real, pos, batch, types)
+
+    def _masks_after(
+        self,
+        kv: KVCache,
+        batch: int,
+        pos: int,
+        real: Tensor | None,
+        types: Tensor | None,
+        device: torch.device,
+    ) -> dict[str, Mask]:
+        """The mask of each block type in a call of `pos` tokens after those that a cache holds."""
+        queries = torch.arange(kv.length, kv.length + pos, device=device)
+        if types is not None:
+            types = F.pad(types, (kv.length, 0))
+        masks: dict[str, Mask] = {}
+        for kind in {layer.kind for layer in self.cfg.layers}:
+            rule = rule_of(self.cfg, kind, real, types, self.image_mask)
+            keys = kv.places(rule.window, pos, device)
+            # One token sees all that is held but padding.
+            passed = pos > 1 or real is not None
+            masks[kind] = Mask(rule, queries, keys, batch, kv.length + pos, passed)
+        return masks
 
     def sight(
         self,

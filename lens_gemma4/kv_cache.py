@@ -1,0 +1,379 @@
+"""Keys and values of what has run, so that more text runs without running it again.
+
+    kv = KVCache(model.cfg)
+    model("The capital of France is", kv_cache=kv)      # 6 positions are held now
+    one, other = kv.fork(), kv.fork()
+    model(" Paris", kv_cache=one); model(" Rome", kv_cache=other)
+
+A sliding block keeps its window, as a ring: position p lies in slot p % window, and a new token overwrites the one that has
+just left. A full block keeps everything. What hooks leave at `hook_k`, `hook_rot_k` and their like is what is held, so that
+calls on a cache equal one run with the same hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_gemma4.config import HookedConfig, LayerConfig
+
+Heads = Float[Tensor, "batch kv_head kv_pos d_head"]
+
+
+class Held:
+    """Keys and values of one block, heads first.
+
+    What a call adds counts from `settle` on: a call that fails leaves everything as it was.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.length = 0  # positions run, those that have left the window too
+        self._keys: Tensor | None = None  # [batch kv_head slot d_head]
+        self._values: Tensor | None = None
+        self._alone = True  # False while a fork reads the same memory
+        self._tail: tuple[Tensor, Tensor] | None = None  # what settle puts into the ring
+        self.seen: tuple[Tensor, Tensor] | None = None  # by the queries of the call at hand
+
+    def extend(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+        """Add a call's keys and values; those that its queries may see, in the order of `places`."""
+        pos, past = k.shape[2], self.length
+        if not past:
+            self._keys = self._values = None  # of a first call that failed
+        elif self._keys is not None and (self._keys.dtype, self._keys.device) != (
+            k.dtype,
+            k.device,
+        ):
+            raise ValueError(
+                f"the kv_cache holds {self._keys.dtype} on {self._keys.device}, and this call's keys are {k.dtype} on {k.device}: "
+                "the model was moved; begin another cache"
+            )
+        if self.window is not None and pos > 1:
+            self._tail = tuple(x[:, :, -self.window :].clone() for x in (k, v))  # type: ignore[assignment]
+            self.seen = (k, v) if not past else self._after_window(k, v)
+        else:
+            self._write(k, v)
+            assert self._keys is not None and self._values is not None
+            shown = slice(past + pos if self.window is None else min(past + pos, self.window))
+            self.seen = (k, v) if not past else (self._keys[:, :, shown], self._values[:, :, shown])
+        return self.seen
+
+    def settle(self, pos: int) -> None:
+        """The call that added `pos` positions is over."""
+        self.seen, tail = None, self._tail
+        if tail is not None:
+            self._tail = None
+            # Positions length + pos - n ... length + pos - 1 go to their slots.
+            n = tail[0].shape[2]
+            self.length += pos - n
+            self._write(*tail)
+            self.length += n
+        else:
+            self.length += pos
+
+    def forget(self) -> None:
+        """The call that added something has failed."""
+        self.seen = self._tail = None
+
+    def _write(self, k: Heads, v: Heads) -> None:
+        """Into the slots of the positions from `length` on; no more than a window of them."""
+        pos = k.shape[2]
+        end = self.length + pos
+        self._make_room(k, v, end if self.window is None else min(end, self.window))
+        assert self._keys is not None and self._values is not None
+        begin = self.length if self.window is None else self.length % self.window
+        first = pos if self.window is None else min(pos, self.window - begin)
+        for buffer, new in ((self._keys, k), (self._values, v)):
+            buffer[:, :, begin : begin + first] = new[:, :, :first]
+            if first < pos:
+                buffer[:, :, : pos - first] = new[:, :, first:]
+
+    def _make_room(self, k: Heads, v: Heads, slots: int) -> None:
+        """Memory for so many slots, doubled when it grows so that a token costs no copy of those before it."""
+        held = 0 if self._keys is None else self._keys.shape[2]
+        if slots <= held and self._alone:
+            return
+        room = held
+        if slots > held:
+            room = max(slots, 2 * held, 16)
+            room = room if self.window is None else min(room, self.window)
+        used = min(self.length, held)
+        self._keys, self._values = (
+            _moved(old, new, room, used) for old, new in ((self._keys, k), (self._values, v))
+        )
+        self._alone = True
+
+    def _after_window(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+        """What is left of the window before a call of several tokens, in order, and then its own."""
+        assert self.window is not None and self._keys is not None and self._values is not None
+        at = torch.arange(max(0, self.length - self.window + 1), self.length, device=k.device)
+        slots = at % self.window
+        return (
+            torch.cat((self._keys[:, :, slots], k), 2),
+            torch.cat((self._values[:, :, slots], v), 2),
+        )
+
+    def crop(self, length: int) -> None:
+        self.length = length
+
+    def can_crop(self, length: int) -> bool:
+        """Whether what a query at `length` sees is still there."""
+        if self.window is None:
+            return True
+        return max(0, length - self.window + 1) >= max(0, self.length - self.window)
+
+    def fork(self, rows: Int[Tensor, " row"] | None = None) -> Held:
+        """Another that goes on from here; memory is copied when either is next written to, or at once to choose rows."""
+        other = Held(self.window)
+        other.length = self.length
+        if rows is None:
+            other._keys, other._values = self._keys, self._values
+            self._alone = other._alone = False
+        elif self._keys is not None and self._values is not None:
+            other._keys, other._values = self._keys[rows], self._values[rows]
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self._keys, self._values) if x is not None)
+
+
+def _moved(old: Tensor | None, like: Tensor, room: int, used: int) -> Tensor:
+    batch, kv_heads, _, d_head = like.shape
+    new = like.new_empty(batch, kv_heads, room, d_head)
+    if old is not None:
+        new[:, :, :used] = old[:, :, :used]
+    return new
+
+
+class KVCache:
+    """What a model has run so far: give it to further calls as `kv_cache=` and they go on from there.
+
+    Args:
+        cfg: the model's, `model.cfg`.
+    Raises:
+        ValueError: the config says `use_bidirectional_attention: "all"`, where earlier tokens see later ones.
+
+    >>> from lens_gemma4 import HookedModel, KVCache
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> kv = KVCache(model.cfg)
+    >>> _ = model("The capital of France", kv_cache=kv)
+    >>> logits = model(" is", kv_cache=kv)
+    >>> kv.length, list(logits.shape[:2])
+    (6, [1, 1])
+    """
+
+    def __init__(self, cfg: HookedConfig) -> None:
+        if cfg.bidirectional == "all":
+            raise ValueError(
+                'this model attends both ways everywhere (use_bidirectional_attention: "all"): what follows changes what '
+                "came before, so keys and values cannot be kept, and nothing can be generated"
+            )
+        self.cfg = cfg
+        self.length = 0
+        self.attention_mask: Bool[Tensor, "batch length"] | None = None  # None: all are real
+        self.rows = 0  # prompts in the batch; 0 before the first call
+        self._lenders = {layer.lender for layer in cfg.layers if layer.lender is not None}
+        self._held: dict[int, Held] = {}  # of blocks with keys of their own, and what is lent
+        self._edited: dict[int, Held] = {}  # of a lender or borrower, where a hook made them differ
+        self._media: Bool[Tensor, "batch length"] | None = (
+            None  # image and video tokens; None: no such
+        )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.rows} x {self.length} positions, {self.nbytes / 1e6:.1f} MB)"
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(held.nbytes for held in self._all())
+
+    def _all(self) -> list[Held]:
+        return [*self._held.values(), *self._edited.values()]
+
+    # -- what users do ----------------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Forget all positions from `length` on.
+
+        Raises:
+            ValueError: more than is held; or sliding blocks have dropped what the next query would see.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"crop({length}): the cache holds {self.length} positions")
+        if not length:
+            self.__init__(self.cfg)  # type: ignore[misc]
+            return
+        if not all(held.can_crop(length) for held in self._all()):
+            raise ValueError(
+                f"crop({length}): sliding blocks keep {self.cfg.window_size} positions of the {self.length} that have run, "
+                f"and what the token at {length} sees is gone; fork() before going on, and go on from the fork"
+            )
+        if self._media is not None and length < self.length:
+            if bool((self._media[:, length - 1] & self._media[:, length]).any()):
+                raise ValueError(
+                    f"crop({length}) would cut an image or a video frame in two, whose tokens have all seen one another; crop "
+                    "before or after it"
+                )
+            self._media = self._media[:, :length]
+        for held in self._all():
+            held.crop(length)
+        self.length = length
+        if self.attention_mask is not None:
+            self._remember(self.attention_mask[:, :length])
+
+    def fork(self, rows: Sequence[int] | Tensor | None = None) -> KVCache:
+        """Another cache that goes on from the same prefix.
+
+        Args:
+            rows: prompts of the batch to take, in any order and as often as wanted: `fork([0, 0, 0])` continues the first
+                prompt in three ways at once. None takes all.
+        """
+        other = KVCache(self.cfg)
+        other.length, other.rows = self.length, self.rows
+        other.attention_mask, other._media = self.attention_mask, self._media
+        chosen = None
+        if rows is not None:
+            chosen = torch.as_tensor(rows, dtype=torch.long).reshape(-1)
+            if not chosen.numel() or int(chosen.min()) < 0 or int(chosen.max()) >= self.rows:
+                raise ValueError(f"fork({rows}): the cache holds prompts 0 to {self.rows - 1}")
+            other.rows = len(chosen)
+            if self.attention_mask is not None:
+                other._remember(self.attention_mask[chosen.to(self.attention_mask.device)])
+            if self._media is not None:
+                other._media = self._media[chosen.to(self._media.device)]
+        for mine, its in ((self._held, other._held), (self._edited, other._edited)):
+            for index, held in mine.items():
+                its[index] = held.fork(chosen)
+        return other
+
+    # -- what the network does --------------------------------------------------------------------------
+
+    def check(self, cfg: HookedConfig, batch: int, types: Tensor | None) -> None:
+        """Refuse a call that does not go on from what is held."""
+        if cfg.layers != self.cfg.layers:
+            raise ValueError(
+                f"this kv_cache was made for {self.cfg.model_name!r}, whose blocks differ from those of {cfg.model_name!r}"
+            )
+        if self.length and batch != self.rows:
+            raise ValueError(
+                f"the kv_cache holds {self.rows} prompts and this call has {batch}; fork([0] * {batch}) continues one in "
+                f"{batch} ways"
+            )
+        if types is None or self._media is None:
+            return
+        if bool((self._media[:, -1] & _in_media(types[:, 0])).any()):
+            raise ValueError(
+                "this call begins with image or video tokens and the one before it ended with some: what stands side by side "
+                "sees itself both ways, and cannot be split over calls; run it in one"
+            )
+
+    def real(
+        self, padding: Bool[Tensor, "batch pos"] | None, pos: int, device: torch.device
+    ) -> Tensor | None:
+        """Which positions are real, with those of the call at hand; None when all are."""
+        if self.attention_mask is None and (padding is None or bool(padding.all())):
+            return None
+        batch = self.rows if padding is None else len(padding)
+        before, now = (
+            torch.ones(batch, n, dtype=torch.bool, device=device) if real is None else real
+            for real, n in ((self.attention_mask, self.length), (padding, pos))
+        )
+        return torch.cat((before, now), 1)
+
+    def places(self, window: int | None, pos: int, device: torch.device) -> Int[Tensor, " kv_pos"]:
+        """Positions of the keys that `extend` returns in a block of this window."""
+        total = self.length + pos
+        if window is None or not self.length:
+            return torch.arange(total, device=device)
+        if pos > 1:
+            return torch.arange(max(0, self.length - window + 1), total, device=device)
+        slots = torch.arange(min(total, window), device=device)
+        return self.length - (self.length - slots) % window if total > window else slots
+
+    def extend(
+        self,
+        layer: LayerConfig,
+        lent: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        edited: bool,
+    ) -> tuple[Heads, Heads]:
+        """Add a block's keys and values; all that the queries of this call may see.
+
+        Args:
+            lent: before the hooks that stay in this block, `[batch pos kv_head d_head]`.
+            own: after them.
+            edited: whether they differ.
+        """
+        source = layer.index if layer.lender is None else layer.lender
+        if source not in self._lenders:
+            return self._at(self._held, source, layer.window).extend(*_heads_first(own))
+        held = self._at(self._held, source, layer.window)
+        if held.seen is None:
+            held.extend(*_heads_first(lent))
+        if layer.index not in self._edited:
+            if not edited:
+                assert held.seen is not None
+                return held.seen
+            self._edited[layer.index] = held.fork()
+        return self._edited[layer.index].extend(*_heads_first(own))
+
+    def _at(self, entries: dict[int, Held], index: int, window: int | None) -> Held:
+        held = entries.setdefault(index, Held(window))
+        if held.length != self.length:
+            raise ValueError(
+                f"block {index} holds {held.length} of the {self.length} positions that have run: it was skipped in a call on "
+                "this cache; skip the same blocks in all of them"
+            )
+        return held
+
+    def settle(self, real: Tensor | None, pos: int, batch: int, types: Tensor | None) -> None:
+        """A call is over: what it added counts."""
+        for held in self._all():
+            if held.seen is not None:
+                held.settle(pos)
+        self.length += pos
+        self.rows = batch
+        self.attention_mask = real
+        self._media = self._with_media(types, pos, batch)
+
+    def _with_media(self, types: Tensor | None, pos: int, batch: int) -> Tensor | None:
+        """Which positions hold image or video tokens, those of a call of these types included."""
+        if types is None and self._media is None:
+            return None
+        device = self._media.device if types is None else types.device  # type: ignore[union-attr]
+        now = (
+            torch.zeros(batch, pos, dtype=torch.bool, device=device)
+            if types is None
+            else _in_media(types)
+        )
+        before = now.new_zeros(batch, self.length - pos) if self._media is None else self._media
+        return torch.cat((before, now), 1)
+
+    def forget(self) -> None:
+        """A call has failed: nothing that it added counts."""
+        for held in self._all():
+            held.forget()
+
+    def _remember(self, real: Tensor) -> None:
+        self.attention_mask = None if bool(real.all()) else real
+
+
+def _in_media(types: Tensor) -> Tensor:
+    return (types == 1) | (types == 2)
+
+
+def _heads_first(pair: tuple[Tensor, Tensor]) -> tuple[Heads, Heads]:
+    k, v = pair
+    if k.requires_grad or v.requires_grad:
+        raise RuntimeError(
+            "a kv_cache holds numbers without gradient, and these keys or values need one: run under torch.no_grad(), or "
+            "without kv_cache"
+        )
+    return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
