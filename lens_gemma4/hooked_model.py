@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_gemma4 import attribution, circuits, lenses, loading, names
+from lens_gemma4 import generate as writing
 from lens_gemma4.attribution import Attribution
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.chat import is_chat
@@ -414,6 +415,93 @@ class HookedModel(TextInputs, Gemma4):
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in derived.items()
         }
+
+    def generate(
+        self,
+        input: Any = None,
+        max_new_tokens: int = 20,
+        *,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Any = None,
+        stop_at_eos: bool = True,
+        return_type: writing.Returned = "input",
+        return_cache: bool = False,
+        stream: bool = False,
+        fwd_hooks: writing.HookPairs = (),
+        prefill_hooks: writing.HookPairs = (),
+        decode_hooks: writing.HookPairs = (),
+        **inputs: Any,
+    ) -> Any:
+        """Go on writing after a prompt, which is included in what is returned.
+
+        Args:
+            input, inputs: what `forward` takes, `kv_cache=` (a prefix that has run) among it. Several texts are padded on the
+                left; images, videos and audio are read with the prompt. After `inputs_embeds` alone, only new tokens are
+                known and returned.
+            max_new_tokens: at most so many; 0 runs the prompt alone.
+            do_sample: draw the tokens; else each is the likeliest (the checkpoint's own settings of sampling are not read).
+            temperature, top_k, top_p, min_p, repetition_penalty: as transformers has them, in its order; see `Sampling`.
+            seed: of the draws, which have randomness of their own: the same seed writes the same, None something new.
+            stop: an id, a text, a function of a row's ids `[pos]` that returns True, or a list of them. What ended a row is
+                part of it.
+            stop_at_eos: end at the tokens that generation_config.json names, else config.json.
+            return_type: "text", "tokens" (ids `[batch pos]`, pads before shorter prompts and after rows that ended earlier)
+                or "input": text for text and messages, ids for ids. Text is the prompt as given (messages as the template
+                puts them; ids decoded without BOS and pads) and what follows, special tokens shown.
+            return_cache: return (the above, `ActivationCache`): values of prompt and new tokens as in one run over all of it,
+                the last token included; edits by hooks are in them. Squares are whole, `[batch head pos kv_pos]`. With
+                `names_filter=` and `device=` as in `run_with_cache`.
+            stream: return an iterator over the new text (of one prompt), in pieces that join to it; with "tokens" over the
+                new ids. No hook is active between two pieces.
+            fwd_hooks, prefill_hooks, decode_hooks: hooks of every step, of the prompt's run, of the new tokens' runs.
+                `hook.positions` is the range of positions that a step computes, counted in the padded row.
+
+        `use_kv_cache=False` runs the whole text again for every token: slow, and the same to rounding.
+
+        Raises:
+            TypeError: an unknown keyword; for those of others the message names ours.
+            ValueError: settings out of range or without effect; prompts padded on the right; no positions left.
+            HookNameError: a literally named hook that cannot fire in its steps.
+
+        >>> model = HookedModel.from_pretrained("tiny")
+        >>> model.generate("The capital of France is", max_new_tokens=1)
+        'The capital of France is Paris'
+        >>> "".join(model.generate("The capital of France is", 1, stream=True))
+        ' Paris'
+        """
+        return writing.generate(
+            self,
+            input,
+            max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop,
+            stop_at_eos=stop_at_eos,
+            return_type=return_type,
+            return_cache=return_cache,
+            stream=stream,
+            fwd_hooks=fwd_hooks,
+            prefill_hooks=prefill_hooks,
+            decode_hooks=decode_hooks,
+            **inputs,
+        )
+
+    def generate_stream(
+        self, input: Any = None, max_new_tokens: int = 20, **options: Any
+    ) -> Iterator[Any]:
+        """`generate(..., stream=True)`."""
+        return self.generate(input, max_new_tokens, stream=True, **options)
 
     def attribute(
         self,

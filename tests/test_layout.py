@@ -31,10 +31,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kept": set(),
     "hooks": {"kept", "errors"},
     "masks": {"config"},
+    "local": {"masks"},
     "kv_cache": {"config"},
     "norms": {"hooks"},
     "media": {"config", "hooks", "norms", "errors"},
-    "model": {"config", "names", "hooks", "masks", "kv_cache", "norms", "media", "errors"},
+    "model": {
+        *("config", "names", "hooks", "masks", "local", "kv_cache", "norms", "media", "errors"),
+    },
     "loading": {"config", "names", "model", "errors"},
     "spans": {"config"},
     "forms": {"spans"},
@@ -49,8 +52,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"names", "config", "kept", "stacks", "utils", "errors"},
     "factored": {"errors"},
     "circuits": {"config", "norms", "model", "cache", "factored", "errors"},
-    "generate": {"model", "errors"},
+    "sampling": set(),
+    "new_text": set(),
+    "generate": {
+        *("config", "hooks", "spans", "chat", "kv_cache", "cache"),
+        *("sampling", "new_text", "errors"),
+    },
     "readings": {"config", "attribution"},
+    "rows": {"masks", "model", "utils"},
     "lenses": {"config", "model", "spans", "attribution", "cache", "readings", "utils", "plots"},
     "hooked_model": {
         *(
@@ -68,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "attribution",
             "cache",
         ),
-        *("utils", "factored", "circuits", "lenses", "generate", "errors"),
+        *("utils", "factored", "circuits", "lenses", "rows", "generate", "errors"),
     },
     "patchscopes": {"cache", "readings", "lenses", "hooked_model", "plots"},
     "tuned_lens": {"attribution", "cache", "readings", "lenses", "hooked_model"},
@@ -159,6 +168,7 @@ NO_TRANSFORMERS = (
     "kept",
     "hooks",
     "masks",
+    "local",
     "norms",
     "media",
     "model",
@@ -301,7 +311,7 @@ def deeds(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "masks", "norms", "media", "hooks", "names", "attribution", "cache"]
+    "name", ["model", "masks", "local", "norms", "media", "hooks", "names", "attribution", "cache"]
 )
 def test_no_files_no_printing(name):
     tree = modules()[name]

@@ -31,6 +31,11 @@ MODEL = {
     ],
     "run_with_hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
     "hooks": ["fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts"],
+    "generate": [
+        *("input", "max_new_tokens", "stop_at_eos", "do_sample", "top_k", "top_p", "temperature"),
+        "return_type",
+    ],
+    "generate_stream": ["input", "max_new_tokens"],
     "add_hook": ["name", "hook", "dir", "is_permanent", "level", "prepend"],
     "add_perma_hook": ["name", "hook", "dir"],
     "reset_hooks": ["clear_contexts", "direction", "including_permanent", "level"],
@@ -176,8 +181,6 @@ ABSENT = [
     "load_and_process_state_dict",
     "set_ungroup_grouped_query_attention",
     "get_residual",
-    "generate",
-    "generate_stream",
     "hf_generate",
     "prepare_multimodal_inputs",
 ]
@@ -185,6 +188,7 @@ ABSENT = [
 ABSENT_ARGUMENTS = {
     "forward": ["past_kv_cache", "tokens="],
     "from_pretrained": ["fold_ln", "n_devices", "tokenizer=", "hf_config_overrides"],
+    "generate": ["verbose", "use_past_kv_cache", "freq_penalty", "eos_token_id"],
 }
 
 
@@ -261,7 +265,8 @@ def test_an_absent_argument_is_in_the_readme_and_an_error(method, tiny_model):
         assert any(f"`{name}`" in row for row in rows), (
             f"README does not say why {method} has no {name}"
         )
-        call = tiny_model if method == "forward" else HookedModel.from_pretrained
+        calls = {"forward": tiny_model, "generate": tiny_model.generate}
+        call = calls.get(method, HookedModel.from_pretrained)
         with pytest.raises(TypeError, match=name.rstrip("=")):
             call("tiny", **{name.rstrip("="): 1})
 
