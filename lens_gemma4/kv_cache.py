@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lens_gemma4.config import HookedConfig, LayerConfig
 
-Heads = Float[Tensor, "batch kv_head kv_pos d_head"]
+New = Float[Tensor, "batch kv_head pos d_head"]
+Seen = Float[Tensor, "batch kv_head kv_pos d_head"]
 
 
 class Held:
@@ -38,7 +39,7 @@ class Held:
         self._tail: tuple[Tensor, Tensor] | None = None  # what settle puts into the ring
         self.seen: tuple[Tensor, Tensor] | None = None  # by the queries of the call at hand
 
-    def extend(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+    def extend(self, k: New, v: New) -> tuple[Seen, Seen]:
         """Add a call's keys and values; those that its queries may see, in the order of `places`."""
         pos, past = k.shape[2], self.length
         if not past:
@@ -78,7 +79,7 @@ class Held:
         """The call that added something has failed."""
         self.seen = self._tail = None
 
-    def _write(self, k: Heads, v: Heads) -> None:
+    def _write(self, k: New, v: New) -> None:
         """Into the slots of the positions from `length` on; no more than a window of them."""
         pos = k.shape[2]
         end = self.length + pos
@@ -91,7 +92,7 @@ class Held:
             if first < pos:
                 buffer[:, :, : pos - first] = new[:, :, first:]
 
-    def _make_room(self, k: Heads, v: Heads, slots: int) -> None:
+    def _make_room(self, k: New, v: New, slots: int) -> None:
         """Memory for so many slots, doubled when it grows so that a token costs no copy of those before it."""
         held = 0 if self._keys is None else self._keys.shape[2]
         if slots <= held and self._alone:
@@ -106,7 +107,7 @@ class Held:
         )
         self._alone = True
 
-    def _after_window(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+    def _after_window(self, k: New, v: New) -> tuple[Seen, Seen]:
         """What is left of the window before a call of several tokens, in order, and then its own."""
         assert self.window is not None and self._keys is not None and self._values is not None
         at = torch.arange(max(0, self.length - self.window + 1), self.length, device=k.device)
@@ -303,7 +304,7 @@ class KVCache:
         lent: tuple[Tensor, Tensor],
         own: tuple[Tensor, Tensor],
         edited: bool,
-    ) -> tuple[Heads, Heads]:
+    ) -> tuple[Seen, Seen]:
         """Add a block's keys and values; all that the queries of this call may see.
 
         Args:
@@ -369,7 +370,7 @@ def _in_media(types: Tensor) -> Tensor:
     return (types == 1) | (types == 2)
 
 
-def _heads_first(pair: tuple[Tensor, Tensor]) -> tuple[Heads, Heads]:
+def _heads_first(pair: tuple[Tensor, Tensor]) -> tuple[New, New]:
     k, v = pair
     if k.requires_grad or v.requires_grad:
         raise RuntimeError(

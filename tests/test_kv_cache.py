@@ -1,0 +1,542 @@
+"""Calls on a key/value cache equal one run over the whole text: however it is cut, forked, padded or hooked."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import fixtures
+import pytest
+import torch
+from small import KINDS, WINDOW, build, hooked, media_inputs, text_inputs
+from torch import Tensor
+
+from lens_gemma4 import HookedModel, KVCache
+from lens_gemma4.kv_cache import Held
+
+F64 = torch.float64
+CAUSAL = [kind for kind in KINDS if "all" not in kind]
+N_FAST, N_WHOLE = 40, 200
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def pieces(rng: random.Random, pos: int) -> list[int]:
+    """Lengths of calls that make up a prompt: 1, 7, a window and one, or a mixture."""
+    one = rng.choice([1, 7, WINDOW + 1, None, None])
+    lengths: list[int] = []
+    while sum(lengths) < pos:
+        length = one or rng.choice([1, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 11])
+        lengths.append(min(length, pos - sum(lengths)))
+    return lengths
+
+
+def run_in(
+    model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None, kv: KVCache, **call: Any
+) -> Tensor:
+    """Logits of a prompt run in pieces."""
+    logits, at = [], 0
+    for length in lengths:
+        part = slice(at, at + length)
+        seen = None if mask is None else mask[:, part]
+        logits.append(model(ids[:, part], attention_mask=seen, kv_cache=kv, **call))
+        at += length
+    return torch.cat(logits, 1)
+
+
+def ragged(rng: random.Random, batch: int, pos: int) -> Tensor:
+    """Left padding of 0 to a few windows, one row whole at least."""
+    mask = torch.ones(batch, pos, dtype=torch.long)
+    for row in range(1, batch):
+        mask[row, : rng.randint(0, pos - 1)] = 0
+    return mask
+
+
+def off(got: Tensor, want: Tensor, mask: Tensor | None = None) -> float:
+    differ = (got - want).abs()
+    return float((differ if mask is None else differ[mask.bool()]).max())
+
+
+# -- however it is cut ----------------------------------------------------------------------------------
+
+
+def one_case(seed: int) -> None:
+    rng = random.Random(seed)
+    kind, attention = CAUSAL[seed % len(CAUSAL)], ("sdpa", "eager")[seed // 7 % 2]
+    model = build(kind, F64, attention, seed=seed)
+    batch = rng.choice([1, 2, 3])
+    pos = 5 * WINDOW + rng.randint(0, 2)
+    ids = text_inputs(batch, pos, seed)["input_ids"]
+    mask = ragged(rng, batch, pos) if batch > 1 and seed % 2 else None
+    want = model(ids, attention_mask=mask)
+    prefix = rng.randint(1, pos - 1)
+    kv = KVCache(model.cfg)
+    got = run_in(model, ids[:, :prefix], pieces(rng, prefix), mask, kv)
+    assert off(got, want[:, :prefix], None if mask is None else mask[:, :prefix]) < 1e-10
+    # forked, and the fork goes on elsewhere without a trace
+    fork = kv.fork()
+    other = text_inputs(batch, 3, seed + 1)["input_ids"]
+    aside = model(other, kv_cache=fork)
+    rest = None if mask is None else mask[:, prefix:]
+    got = run_in(model, ids[:, prefix:], pieces(rng, pos - prefix), rest, kv)
+    assert off(got, want[:, prefix:], rest) < 1e-10
+    assert kv.length == pos and fork.length == prefix + 3
+    whole = torch.cat((ids[:, :prefix], other), 1)
+    seen = None if mask is None else torch.cat((mask[:, :prefix], torch.ones_like(other)), 1)
+    assert off(aside, model(whole, attention_mask=seen)[:, prefix:]) < 1e-10
+    # the control: without what came before, the end is another
+    if prefix > 1 and mask is None:
+        assert off(model(ids[:, prefix:]), want[:, prefix:]) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(N_FAST))
+def test_a_prompt_in_pieces_equals_one_run(seed):
+    one_case(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(N_FAST, N_WHOLE))
+def test_a_prompt_in_pieces_equals_one_run_whole(seed):
+    one_case(seed)
+
+
+@pytest.mark.parametrize("side", ["window", "position"])
+def test_a_cache_that_forgets_one_key_or_counts_one_too_far_is_found(side, monkeypatch):
+    """The two mistakes such caches have: a window short by one, positions that start again."""
+    model = build("text", F64, seed=3)
+    ids = text_inputs(1, 5 * WINDOW, 3)["input_ids"]
+    want = model(ids)
+    kv = KVCache(model.cfg)
+    if side == "window":
+        monkeypatch.setattr(Held, "_after_window", _short)
+        got = run_in(model, ids, [7, 7, 6], None, kv)
+    else:
+        model(ids[:, :7], kv_cache=kv)
+        rest = torch.arange(5 * WINDOW - 7)[None]
+        got = torch.cat((want[:, :7], model(ids[:, 7:], position_ids=rest, kv_cache=kv)), 1)
+    assert off(got, want) > 1e-3
+
+
+def _short(self: Held, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    held = torch.arange(max(0, self.length - self.window + 1), self.length) % self.window  # type: ignore[operator]
+    late = held.roll(1)
+    return torch.cat((self._keys[:, :, late], k), 2), torch.cat((self._values[:, :, late], v), 2)  # type: ignore[index]
+
+
+def test_the_first_call_is_the_plain_one_to_the_last_bit():
+    for kind in CAUSAL:
+        model = build(kind)
+        inputs = media_inputs() if kind.startswith("wrapper") else text_inputs()
+        assert torch.equal(model(**inputs, kv_cache=KVCache(model.cfg)), model(**inputs))
+
+
+# -- beside transformers --------------------------------------------------------------------------------
+
+
+def hf_in(hf: Any, ids: Tensor, lengths: list[int], mask: Tensor, wrapper: bool) -> Tensor:
+    logits, at, past = [], 0, None
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    key = "cache" if fixtures.VERSION >= (5, 24) else "past_key_values"
+    for length in lengths:
+        part = slice(at, at + length)
+        types = {"mm_token_type_ids": torch.zeros_like(ids[:, part])} if wrapper else {}
+        out = hf(
+            ids[:, part],
+            attention_mask=mask[:, : at + length],
+            position_ids=positions[:, part],
+            **{key: past},
+            use_cache=True,
+            **types,
+        )
+        logits.append(out.logits)
+        past, at = getattr(out, key), at + length
+    return torch.cat(logits, 1)
+
+
+def errors(seed: int, folder: Path) -> tuple[float, float]:
+    """How far ours and transformers' runs in pieces lie from float64, both in float32."""
+    rng = random.Random(seed)
+    wrapper = seed % 2 == 0
+    config = fixtures.random_config(
+        rng, wrapper=wrapper, use_bidirectional_attention=rng.choice([None, "vision"])
+    )
+    text = config.get("text_config", config)
+    window, vocab = text["sliding_window"], text["vocab_size"]
+    folder = fixtures.make_checkpoint(config, folder, torch.float32, seed)
+    hf = fixtures_load(folder)
+    model = HookedModel.from_pretrained(folder)
+    pos = 5 * window + rng.randint(0, 3)
+    batch = rng.choice([1, 2])
+    ids = torch.randint(3, vocab - 20, (batch, pos), generator=torch.Generator().manual_seed(seed))
+    mask = ragged(rng, batch, pos)
+    lengths, step = [], rng.choice([1, 7, window + 1])
+    while sum(lengths) < pos:
+        lengths.append(min(step, pos - sum(lengths)))
+    theirs = hf_in(hf, ids, lengths, mask, wrapper)
+    ours = run_in(model, ids, lengths, mask, KVCache(model.cfg))
+    true = copy.deepcopy(model).to(F64)(ids, attention_mask=mask)
+    return off(ours.double(), true, mask), off(theirs.double(), true, mask)
+
+
+def fixtures_load(folder: Path) -> Any:
+    from lens_gemma4.check import load_reference
+
+    return load_reference(folder, torch.float32, "sdpa")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_float32_rounding_is_no_worse_than_transformers_own(seed, tmp_path):
+    ours, theirs = errors(seed, tmp_path)
+    assert ours <= 2 * theirs + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, N_WHOLE))
+def test_in_float32_rounding_is_no_worse_than_transformers_own_whole(seed, tmp_path):
+    ours, theirs = errors(seed, tmp_path)
+    assert ours <= 2 * theirs + 1e-6
+
+
+# -- hooks ----------------------------------------------------------------------------------------------
+
+
+def shift(value: Tensor, hook: Any) -> Tensor:
+    """An edit that depends on where it is: absolute positions 2, 5, 8 and so on, every head its own."""
+    assert hook.positions is not None
+    where = [i for i, p in enumerate(hook.positions) if p % 3 == 2]
+    value[:, where] += torch.linspace(-1.0, 1.5, value.shape[-1]).to(value)
+    return value
+
+
+POINTS = (
+    "hook_k",
+    "hook_v",
+    "hook_rot_k",
+    "v_norm.hook_out",
+    "k_norm.hook_out",
+    "hook_rot_q",
+    "hook_z",
+)
+
+
+def hooks_on(model: Any, points: tuple[str, ...]) -> list[tuple[str, Any]]:
+    names = [f"blocks.{i}.attn.{p}" for i in range(model.cfg.n_layers) for p in points]
+    return [(name, shift) for name in names if name in model.hook_dict]
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", "wrapper", "shared", "shared, own values", "wrapper, shared"]
+)
+@pytest.mark.parametrize("point", [*POINTS, "all of them"])
+def test_what_hooks_leave_is_what_is_held(kind, point):
+    """The same hooks in one run and in pieces; edits of a lender's own keys stay there, so do a borrower's."""
+    model = build(kind, F64, seed=2)
+    ids = text_inputs(2, 5 * WINDOW, 4)["input_ids"]
+    hooks = hooks_on(model, POINTS if point == "all of them" else (point,))
+    want = model.run_with_hooks(ids, fwd_hooks=hooks)
+    for lengths in ([1] * 20, [7, 7, 6], [9, 1, 1, 9]):
+        kv = KVCache(model.cfg)
+        with model.hooks(fwd_hooks=hooks):
+            got = run_in(model, ids, lengths, None, kv)
+        assert off(got, want) < 1e-10
+    assert off(want, model(ids)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["shared", "wrapper, shared"])
+def test_an_edit_that_begins_late_keeps_its_block_apart_from_then_on(kind):
+    """A hook on one call only: later calls see what it left, in the blocks that it touched and no other."""
+    model = build(kind, F64, seed=2)
+    ids = text_inputs(1, 14, 4)["input_ids"]
+    for layer in range(model.cfg.n_layers):
+        name = f"blocks.{layer}.attn.hook_rot_k"
+
+        def late(value, hook):
+            where = [i for i, p in enumerate(hook.positions) if 6 <= p < 9]
+            value[:, where] += 1.0
+            return value
+
+        want = model.run_with_hooks(ids, fwd_hooks=[(name, late)])
+        kv = KVCache(model.cfg)
+        got = [model(ids[:, :6], kv_cache=kv)]
+        with model.hooks(fwd_hooks=[(name, late)]):
+            got.append(model(ids[:, 6:9], kv_cache=kv))
+        fork = kv.fork()
+        got += [model(ids[:, 9:10], kv_cache=kv), model(ids[:, 10:], kv_cache=kv)]
+        assert off(torch.cat(got, 1), want) < 1e-10
+        assert off(model(ids[:, 9:], kv_cache=fork), want[:, 9:]) < 1e-10
+        assert off(want, model(ids)) > 1e-4
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_every_point_shows_what_one_run_shows(kind, attention):
+    """Patterns and scores against all positions, those included that have left the window."""
+    model = build(kind, F64, attention, seed=6)
+    ids = text_inputs(2, 5 * WINDOW, 7)["input_ids"]
+    mask = ragged(random.Random(1), 2, 5 * WINDOW)
+    _, want = model.run_and_store(ids, attention_mask=mask, position_ids="mask")
+    kv = KVCache(model.cfg)
+    at = 0
+    seen = mask.bool()
+    for length in (7, 1, 1, 9, 2):
+        part = slice(at, at + length)
+        at += length
+        _, got = model.run_and_store(ids[:, part], attention_mask=mask[:, part], kv_cache=kv)
+        assert list(got) == list(want)
+        for name, value in got.items():
+            one = want[name]
+            if name.endswith(("scores", "pattern")):
+                one = one[:, :, part, :at].transpose(1, 2)
+                value = value.transpose(1, 2)
+            else:
+                one = one[:, part]
+            rows = seen[:, part]
+            assert off(value[rows].double(), one[rows].double()) < 1e-9, name
+
+
+def test_positions_are_told_to_hooks_and_nested_runs_keep_theirs():
+    model = build("text", F64)
+    ids = text_inputs(1, 9)["input_ids"]
+    told = []
+
+    def listen(value, hook):
+        model(ids[:, :2])
+        told.append((hook.positions, value.shape[1]))
+
+    kv = KVCache(model.cfg)
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", _once(listen))]):
+        model(ids[:, :5], kv_cache=kv)
+        model(ids[:, 5:], kv_cache=kv)
+        model(ids)
+    assert told == [(range(5), 5), (range(5, 9), 4), (range(9), 9)]
+    assert model.hook_dict["hook_embed"].positions is None
+
+
+def _once(fn):
+    """Not again in the runs that it starts itself."""
+    inside = []
+
+    def run(value, hook):
+        if not inside:
+            inside.append(True)
+            fn(value, hook)
+            inside.clear()
+
+    return run
+
+
+def test_writing_on_a_position_that_has_left_the_window_is_refused():
+    model = build("text", F64)
+    ids = text_inputs(1, 12)["input_ids"]
+    kv = KVCache(model.cfg)
+    model(ids[:, :11], kv_cache=kv)
+
+    def far(value, hook):
+        value[..., 0] = 0.5
+        return value
+
+    with pytest.raises(ValueError, match="left the window"):
+        model.run_with_hooks(
+            ids[:, 11:], kv_cache=kv, fwd_hooks=[("blocks.0.attn.hook_pattern", far)]
+        )
+    assert kv.length == 11
+
+    def near(value, hook):
+        value[..., 10:] = 0.5
+        return value
+
+    name = "blocks.0.attn.hook_pattern"
+    got = model.run_with_hooks(ids[:, 11:], kv_cache=kv, fwd_hooks=[(name, near)])
+
+    def same(value, hook):
+        value[:, :, -1, 10:] = 0.5
+        return value
+
+    want = model.run_with_hooks(ids, fwd_hooks=[(name, same)])[:, -1:]
+    assert off(got, want) < 1e-10
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+@pytest.mark.parametrize("past", [0, 5, 13])
+def test_a_call_that_fails_adds_nothing(length, past):
+    model = build("shared", F64, seed=1)
+    ids = text_inputs(2, 25)["input_ids"]
+    want = model(ids)
+    kv = KVCache(model.cfg)
+    if past:
+        run_in(model, ids[:, :past], [past], None, kv)
+
+    def fail(value, hook):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.run_with_hooks(
+            text_inputs(2, length, 9)["input_ids"],
+            kv_cache=kv,
+            fwd_hooks=[("blocks.4.hook_resid_pre", fail)],
+        )
+    assert kv.length == past
+    assert off(model(ids[:, past:], kv_cache=kv), want[:, past:]) < 1e-10
+
+
+def test_cropping_goes_back_while_the_window_is_there():
+    model = build("text", F64)
+    ids = text_inputs(2, 20)["input_ids"]
+    want = model(ids)
+    for held, back in ((3, 2), (4, 1), (4, 3), (12, 11), (12, 12), (12, 0)):
+        kv = KVCache(model.cfg)
+        run_in(model, ids[:, :held], [held], None, kv)
+        kv.crop(back)
+        assert kv.length == back
+        got = run_in(model, ids[:, back:], [1, 19 - back] if back < 19 else [1], None, kv)
+        assert off(got, want[:, back:]) < 1e-10
+    kv = KVCache(model.cfg)
+    model(ids[:, :12], kv_cache=kv)
+    with pytest.raises(ValueError, match="sliding blocks keep 4 positions of the 12"):
+        kv.crop(8)
+    with pytest.raises(ValueError, match="holds 12"):
+        kv.crop(13)
+    assert kv.length == 12 and off(model(ids[:, 12:], kv_cache=kv), want[:, 12:]) < 1e-10
+
+
+def test_forks_choose_and_repeat_prompts():
+    model = build("wrapper, shared", F64)
+    ids = text_inputs(3, 15)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    want = model(ids, attention_mask=mask)
+    kv = KVCache(model.cfg)
+    model(ids[:, :11], attention_mask=mask[:, :11], kv_cache=kv)
+    rows = [1, 0, 1, 2]
+    fork = kv.fork(rows)
+    assert off(model(ids[rows, 11:], kv_cache=fork), want[rows, 11:]) < 1e-10
+    assert fork.rows == 4 and kv.rows == 3
+    whole = kv.fork([0, 2])  # nothing padded is left
+    assert whole.attention_mask is None
+    assert off(model(ids[[0, 2], 11:], kv_cache=whole), want[[0, 2], 11:]) < 1e-10
+    for wrong in ([3], [-1], []):
+        with pytest.raises(ValueError, match="prompts 0 to 2"):
+            kv.fork(wrong)
+    with pytest.raises(ValueError, match="holds 3 prompts and this call has 2"):
+        model(ids[:2, 11:], kv_cache=kv)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "wrapper, shared"])
+@pytest.mark.parametrize("rule", ["transformers", "windowed"])
+def test_images_run_in_one_call_and_text_around_them_in_any(kind, rule):
+    model = build(kind, F64, image_mask=rule, seed=3)
+    inputs = media_inputs(dtype=F64)
+    before, after = (text_inputs(2, n, n)["input_ids"] for n in (7, 9))
+    ids = torch.cat((before, inputs["input_ids"], after), 1)
+    want = model(**inputs | {"input_ids": ids})
+    kv = KVCache(model.cfg)
+    got = [model(before[:, :3], kv_cache=kv), model(before[:, 3:], kv_cache=kv)]
+    got.append(model(**inputs, kv_cache=kv))
+    got += [model(after[:, :1], kv_cache=kv), model(after[:, 1:], kv_cache=kv)]
+    assert off(torch.cat(got, 1), want) < 1e-10
+    causal = model(**inputs | {"input_ids": ids}, mm_token_type_ids=torch.zeros_like(ids))
+    assert off(causal, want) > 1e-3
+
+
+def test_an_image_is_not_cropped_in_two():
+    model = build("wrapper", F64, sliding_window=64)
+    inputs, kv = media_inputs(dtype=F64), KVCache(build("wrapper", sliding_window=64).cfg)
+    want = model(**inputs, kv_cache=kv)
+    for inside in (3, 5, 7):
+        with pytest.raises(ValueError, match="cut an image"):
+            kv.crop(inside)
+    kv.crop(19)
+    assert kv.length == 19
+    assert off(model(inputs["input_ids"][:, 19:], kv_cache=kv), want[:, 19:]) < 1e-10
+
+
+def test_an_image_split_over_calls_is_refused():
+    model = build("wrapper", F64)
+    stream = torch.randn(1, 6, model.cfg.d_model, dtype=F64)
+    types = torch.tensor([[0, 1, 1, 1, 1, 0]])
+    kv = KVCache(model.cfg)
+    model(inputs_embeds=stream[:, :3], mm_token_type_ids=types[:, :3], kv_cache=kv)
+    with pytest.raises(ValueError, match="split over calls"):
+        model(inputs_embeds=stream[:, 3:], mm_token_type_ids=types[:, 3:], kv_cache=kv)
+    want = model(inputs_embeds=stream, mm_token_type_ids=types)
+    kv = KVCache(model.cfg)
+    model(inputs_embeds=stream[:, :1], mm_token_type_ids=types[:, :1], kv_cache=kv)
+    got = model(inputs_embeds=stream[:, 1:], mm_token_type_ids=types[:, 1:], kv_cache=kv)
+    assert off(got, want[:, 1:]) < 1e-10
+
+
+def test_what_a_cache_cannot_do_is_said():
+    model = build("text", F64)
+    ids = text_inputs(1, 6)["input_ids"]
+    kv = KVCache(model.cfg)
+    with pytest.raises(ValueError, match="both ways everywhere"):
+        KVCache(build("all").cfg)
+    for partly in (
+        {"stop_at_layer": 2},
+        {"start_at_layer": 1, "resid": torch.zeros(1, 6, 20, dtype=F64)},
+    ):
+        with pytest.raises(ValueError, match="kv_cache runs all blocks"):
+            model(None if "resid" in partly else ids, kv_cache=kv, **partly)
+    with pytest.raises(ValueError, match="was made for"):
+        build("shared", F64)(ids, kv_cache=kv)
+    model(ids, kv_cache=kv)
+    with pytest.raises(ValueError, match="the model was moved"):
+        copy.deepcopy(model).float()(ids, kv_cache=kv)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="without gradient"):
+        model.run_with_hooks(ids, kv_cache=kv, bwd_hooks=[("hook_embed", lambda grad, hook: None)])
+    assert kv.length == 6
+    user = hooked("text")
+    kv = KVCache(user.cfg)
+    with user.skip_layers(1, 1):
+        user(ids, kv_cache=kv)
+    with pytest.raises(ValueError, match="block 1 holds 0 of the 6 positions"):
+        user(ids, kv_cache=kv)
+
+
+def test_text_goes_on_without_another_bos(tiny_model):
+    kv = KVCache(tiny_model.cfg)
+    first = tiny_model("The capital of France", kv_cache=kv)
+    rest = tiny_model(" is Paris", kv_cache=kv)
+    want = tiny_model("The capital of France is Paris")
+    assert first.shape[1] + rest.shape[1] == want.shape[1]
+    assert off(torch.cat((first, rest), 1), want) < 1e-3
+    kv = KVCache(tiny_model.cfg)
+    tiny_model("The capital of France", kv_cache=kv)
+    assert tiny_model(" is Paris", kv_cache=kv, prepend_bos=True).shape[1] == rest.shape[1] + 1
+
+
+def test_memory_is_the_window_in_sliding_blocks_and_everything_in_full_ones():
+    model = build("text", torch.float32)
+    kv = KVCache(model.cfg)
+    ids = text_inputs(1, 64)["input_ids"]
+    for length in range(64):
+        model(ids[:, length : length + 1], kv_cache=kv)
+    sliding = (
+        2 * 2 * (2 * WINDOW * 6) * 4
+    )  # blocks x keys and values x [kv_head window d_head] x bytes
+    full = 2 * 2 * (64 * 16) * 4
+    assert kv.nbytes == sliding + full
+    fork = kv.fork()
+    assert fork._held[0]._keys.data_ptr() == kv._held[0]._keys.data_ptr()
+    model(ids[:, :1], kv_cache=fork)
+    assert fork._held[0]._keys.data_ptr() != kv._held[0]._keys.data_ptr()
+
+
+def test_logits_of_the_last_positions_alone(tiny_model):
+    text = "The capital of France is"
+    want = tiny_model(text)
+    got = tiny_model(text, logits_to_keep=2)
+    assert got.shape[1] == 2 and off(got, want[:, -2:]) < 1e-4
+    with pytest.raises(ValueError, match="a loss needs all logits"):
+        tiny_model(text, logits_to_keep=2, return_type="loss")
+    with pytest.raises(ValueError, match="logits_to_keep=0"):
+        tiny_model(text, logits_to_keep=0)
