@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ def attention_rows(
     input: Any = None,
     *,
     layer: int,
-    heads: int | Sequence[int] | None = None,
+    heads: Any = None,
     positions: Any = None,
     scores: bool = False,
     **inputs: Any,
@@ -38,8 +38,7 @@ def attention_rows(
     Args:
         input, inputs: whatever `forward` takes, save a `kv_cache` or a given stream.
         layer: negative counts from the end.
-        heads: one or several; None is all.
-        positions: the queries: what makes a `Slice`, such as an int, a list or `(start, stop)`; None is all.
+        heads, positions: which, and of which queries: what makes a `Slice`, such as an int, a list or `(start, stop)`; None is all.
         scores: masked scores (score + finfo.min) instead of probabilities.
     Returns:
         Over every key of the prompt, also those that a sliding block's window leaves out, at 0. Heads and positions keep
