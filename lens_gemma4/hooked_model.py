@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_gemma4 import attribution, circuits, lenses, loading, names
+from lens_gemma4 import attribution, circuits, lenses, loading, names, rows
 from lens_gemma4 import generate as writing
 from lens_gemma4.attribution import Attribution
 from lens_gemma4.cache import ActivationCache
@@ -45,6 +45,10 @@ ReturnType = Literal["logits", "loss", "both"] | None
 # Keys a processor returns that the network does not need.
 IGNORED_KEYS = ("token_type_ids", "video_metadata")
 IGNORED_PREFIX = "num_soft_tokens_per_"
+
+
+# Positions from which "local" is worth a hint: below, a forward pass is quick either way.
+LONG = 2049
 
 
 class Output(NamedTuple):
@@ -671,7 +675,8 @@ class HookedModel(TextInputs, Gemma4):
                 point.remove(handle)
 
     def _warn_about(self, tensors: Mapping[str, Any]) -> None:
-        """Two things that peers do silently; said once for each model."""
+        """A hint, and two things that peers do silently; each said once for each model."""
+        self._hint_at_local(tensors)
         if tensors.get("attention_mask") is not None:
             return
         ids, positions = tensors.get("input_ids"), tensors.get("position_ids")
@@ -695,6 +700,19 @@ class HookedModel(TextInputs, Gemma4):
                 "transformers' wrapper would also hide the parts from each other, as packed documents",
             )
 
+    def _hint_at_local(self, tensors: Mapping[str, Any]) -> None:
+        first = tensors.get("input_ids")
+        first = tensors.get("inputs_embeds") if first is None else first
+        if first is None or "local" in self._warned or self.attn_implementation != "sdpa":
+            return
+        pos, windows = first.shape[1], first.shape[1] / self.cfg.window_size
+        if windows > 8 and pos >= LONG:
+            self._warn(
+                "local",
+                f"{pos} positions are {windows:.0f} windows: sliding blocks then compute mostly what nobody sees. "
+                'set_attn_implementation("local") leaves that out, equal to rounding, not to the bit',
+            )
+
     def _warn(self, key: str, message: str) -> None:
         self._warned.add(key)
         warnings.warn(message + ".", stacklevel=4)
@@ -708,6 +726,7 @@ class HookedModel(TextInputs, Gemma4):
         return lenses.project(self, stream)
 
     logit_lens = lenses.logit_lens
+    attention_rows = rows.attention_rows
 
     def topk_tokens(self, stream: Float[Tensor, "*axes d_model"], k: int = 5) -> list[Any]:
         """The k likeliest tokens of a stream vector as strings, nested like the stream's axes."""
@@ -728,16 +747,16 @@ class HookedModel(TextInputs, Gemma4):
 
         Args:
             vector: `[d_model]`, or anything that broadcasts over `[batch pos d_model]`.
-            positions: where; everywhere by default.
+            positions: where; everywhere by default. In calls on a key/value cache, and so in `generate`, positions count
+                from the front of the whole text, and negative ones from the end of each call.
         """
         if vector.shape[-1] != self.cfg.d_model:
             raise ValueError(
                 f"the steering vector is {list(vector.shape)}; needed is [... {self.cfg.d_model}]"
             )
-        where = slice(None) if positions is None else positions
 
         def add(resid: Tensor, hook: HookPoint | NamedPoint) -> Tensor:
-            resid[:, where] += factor * vector.to(resid)
+            resid[:, _where(positions, hook)] += factor * vector.to(resid)
             return resid
 
         chosen = [layers] if isinstance(layers, int) else list(layers)
@@ -963,6 +982,22 @@ _RUN_KEYS = (
     *("return_type", "loss_per_token", "start_at_layer", "stop_at_layer", "check_finite"),
     *("kv_cache", "logits_to_keep"),
 )
+
+
+def _where(positions: int | slice | Sequence[int] | None, hook: HookPoint | NamedPoint) -> Any:
+    """Positions of the whole text among those that a call computes."""
+    if positions is None:
+        return slice(None)
+    if not hook.place.goes_on:
+        return positions
+    assert hook.positions is not None
+    start, stop = hook.positions.start, hook.positions.stop
+    if isinstance(positions, slice):
+        wanted = list(range(*positions.indices(stop)))
+    else:
+        each = [positions] if isinstance(positions, int) else list(positions)
+        wanted = [p + stop if p < 0 else p for p in each]
+    return [p - start for p in wanted if start <= p < stop]
 
 
 def _gain(weight: Tensor | None) -> Tensor:

@@ -39,10 +39,21 @@ class Handle:
     reached: int = 0
 
 
+@dataclass(eq=False)
 class Place:
-    """Which positions the run at hand computes; all points of a model share one."""
+    """Where the run at hand is; all points of a model share one.
+
+    Args:
+        positions: of the tokens that it computes.
+        goes_on: whether it is one call of several, on a key/value cache.
+        noted: takes what points answer when asked whether their value can be made later.
+        repeated: what they answered, where a block is computed once more.
+    """
 
     positions: range | None = None
+    goes_on: bool = False
+    noted: list[bool] | None = None
+    repeated: Iterator[bool] | None = None
 
 
 class HookPoint(nn.Module):
@@ -88,6 +99,14 @@ class HookPoint(nn.Module):
     def _deferred(self, value: Tensor | None, make: Make, inputs: tuple[Tensor, ...]) -> bool:
         if not self.live:
             return True
+        if self.place.repeated is not None:
+            return next(self.place.repeated)
+        deferred = self._asked_to_defer(value, make, inputs)
+        if self.place.noted is not None:
+            self.place.noted.append(deferred)
+        return deferred
+
+    def _asked_to_defer(self, value: Tensor | None, make: Make, inputs: tuple[Tensor, ...]) -> bool:
         if self.bwd_hooks or len(self.fwd_hooks) != 1:
             return False
         handle = self.fwd_hooks[0]
@@ -196,6 +215,8 @@ class HookPoint(nn.Module):
         """
         edited = held = False
         for handle in tuple(self.fwd_hooks):
+            if handle.reads_only and self.place.repeated is not None:
+                continue  # it has seen this value
             handle.reached += 1
             if handle.reads_only:
                 # Whoever was shown this very tensor may have kept it, and write into it later.
@@ -334,12 +355,14 @@ class HookedRootModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
         self._depth += 1  # a hook may run the model inside a run
-        outer = self.place.positions
+        place = self.place
+        outer = place.positions, place.goes_on, place.noted, place.repeated
+        place.noted = place.repeated = None
         try:
             return super().__call__(*args, **kwargs)
         finally:
             self._depth -= 1
-            self.place.positions = outer
+            place.positions, place.goes_on, place.noted, place.repeated = outer
 
     # -- names -----------------------------------------------------------------------------------
 

@@ -30,9 +30,11 @@ from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 from lens_gemma4.kv_cache import KVCache
+from lens_gemma4.local import local_attention
 from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
 from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
 from lens_gemma4.norms import RMSNorm, Shown, empty
+from lens_gemma4.recompute import recomputed
 
 AttnImplementation = Literal["sdpa", "eager", "local"]
 # What a prepared call is made of; a transformers processor returns them under these names.
@@ -310,8 +312,6 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch head pos d_head"]:
         q = q.transpose(1, 2)
         if self.local and q.shape[2] > 1:
-            from lens_gemma4.local import local_attention
-
             return local_attention(q, keys, values, mask)
         return sdpa(q, keys, values, mask)
 
@@ -524,6 +524,7 @@ class Gemma4(HookedRootModule):
         self._skipped: dict[
             int, Tensor | None
         ] = {}  # blocks left out, and the stream put in their place
+        self._recomputes = False
         self.set_attn_implementation(attn_implementation)
         self.setup()
         for name, point in self.hook_dict.items():
@@ -538,6 +539,14 @@ class Gemma4(HookedRootModule):
         )
         for block in self.blocks:
             block.attn.eager, block.attn.local = name == "eager", name == "local"
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep for the way back what enters each block, and compute its inside once more then: a forward pass more in time, and
+        memory for one block instead of all. Functions that edit inside blocks are called again then."""
+        self._recomputes = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self._recomputes = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -635,7 +644,7 @@ class Gemma4(HookedRootModule):
                 return self._head(
                     self._blocks(stream, sights, start, stop), with_logits, logits_to_keep
                 )
-        self.place.positions = range(stream.shape[1])
+        self.place.positions, self.place.goes_on = range(stream.shape[1]), False
         masks, turns = self._sight(stream, types, attention_mask, position_ids)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         sights = {kind: Sight(masks[kind], turns[kind], lent) for kind in masks}
@@ -652,8 +661,15 @@ class Gemma4(HookedRootModule):
                 instead = self._skipped[block.cfg.index]
                 stream = stream if instead is None else instead
             else:
-                stream = block(stream, sights[block.cfg.kind])
+                stream = self._run_block(block, stream, sights[block.cfg.kind])
         return stream
+
+    def _run_block(
+        self, block: Block, stream: Tensor, sight: Sight
+    ) -> Float[Tensor, "batch pos d_model"]:
+        if self._recomputes and torch.is_grad_enabled() and sight.kv is None:
+            return recomputed(block, self.place, partial(block, sight=sight), stream)
+        return block(stream, sight)
 
     def _head(
         self, stream: Tensor, with_logits: bool, keep: int | None
@@ -693,7 +709,7 @@ class Gemma4(HookedRootModule):
             positions = self._position_ids(position_ids, real, total, stream.device)[:, past:]
         turns = self._rotary(positions, stream)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
-        self.place.positions = range(past, total)
+        self.place.positions, self.place.goes_on = range(past, total), True
         try:
             yield {kind: Sight(masks[kind], turns[kind], lent, kv) for kind in masks}
         except BaseException:

@@ -1028,3 +1028,27 @@ def test_block_types_follow_the_config():
     torch.testing.assert_close(
         model.to(F64)(**text_inputs(1)), slow_rows(model, text_inputs(1)), atol=1e-11, rtol=0
     )
+
+
+# -- local attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("image_mask", ["transformers", "windowed"])
+@kinds
+def test_local_attention_is_the_fused_one_up_to_rounding(kind, image_mask):
+    model = build(kind, F64, image_mask=image_mask, seed=2)
+    cases = [text_inputs(2, 5 * WINDOW + 1), padded_inputs("left"), padded_inputs("right")]
+    if kind.startswith("wrapper"):
+        cases.append(media_inputs(dtype=F64))
+    for inputs in cases:
+        model.set_attn_implementation("sdpa")
+        want = model(**inputs)
+        model.set_attn_implementation("local")
+        got = model(**inputs)
+        assert (got - want).abs().max() < 1e-10
+        # hooks see and edit the same
+        name = "blocks.1.attn.hook_pattern"
+        _, kept = stored(model, **inputs)
+        model.set_attn_implementation("sdpa")
+        _, plain = stored(model, **inputs)
+        assert (kept[name] - plain[name]).abs().max() < 1e-10
