@@ -232,6 +232,7 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = layer
         self.eager = self.local = False
+        self.lends = layer.index in cfg.lenders()  # else keys and values go when the block is done
         width, kv_width = layer.n_heads * layer.d_head, layer.n_key_value_heads * layer.d_head
         self.w_q = empty(width, cfg.d_model)
         self.w_o = empty(cfg.d_model, width)
@@ -262,9 +263,8 @@ class Attention(nn.Module):
         q = self.hook_rot_q.of(partial(rotate, cos=cos, sin=sin), self.q_norm(q))
         lender = self.cfg.lender
         lent = self._own_keys_values(x, sight.rotary) if lender is None else sight.lent[lender]
-        sight.lent[self.cfg.index] = (
-            lent  # before the two hooks below: edits there stay in this block
-        )
+        if self.lends:  # before the two hooks below: edits there stay in this block
+            sight.lent[self.cfg.index] = lent
         if sight.kv is None:
             k, v = self.hook_rot_k(lent[0]), self.v_norm.hook_out(lent[1])
             z = self._mix(q, k, v, sight.mask)

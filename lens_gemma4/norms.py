@@ -33,7 +33,8 @@ def _scale(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
 
 
 def _normalized(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes d"]:
-    return wide(x) * _mean_square(x, eps).pow_(-0.5)
+    x = wide(x)  # once: of long prompts in bfloat16 this is the largest tensor there is
+    return x * _mean_square(x, eps).pow_(-0.5)
 
 
 class RMSNorm(nn.Module):
