@@ -18,13 +18,14 @@ from lens_gemma4 import interventions, sweep
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.identities import plain
 from lens_gemma4.interventions import SQUARES, Edit, Intervention, Place, Unit
-from lens_gemma4.spans import Box, Span, spans_of
+from lens_gemma4.spans import Box, Size, Span, media_labels, spans_of
 
 PICTURES = ("patches", "images")
 _ROWS = (Place(0, "hook_resid_pre"),)  # where rows of image tokens enter
 CHUNK = 16  # prompts of a reference that run at a time
 
-Change = Callable[[Unit, Tensor | None], Intervention]
+# How a unit is changed at some positions; whether it brought these decides what its mean goes over.
+Change = Callable[["Chosen", Tensor | None], Intervention]
 
 
 def changes(
@@ -58,41 +59,54 @@ def changes(
 
 
 class Chosen(NamedTuple):
-    """A unit, and the positions that it consists of, where it does."""
+    """A unit, and the positions that it consists of, where it does.
+
+    Args:
+        spans: the images that its positions were found in, of whichever call it was made for.
+    """
 
     unit: Unit
     where: Bool[Tensor, "batch pos"] | None = None
+    spans: tuple[Span, ...] = ()
 
     def __str__(self) -> str:
         return self.unit.name
 
     def __and__(self, other: Chosen) -> Chosen:  # type: ignore[override]
-        """Both as one, of units that stand at positions of their own.
+        """Both as one.
 
         Raises:
-            ValueError: they are not of one kind, as a region and a head are not.
+            ValueError: one of them alone stands at positions of its own, as a region does and a head does not; they overlap.
         """
-        if not isinstance(other, Chosen) or self.unit.places != other.unit.places:
+        if self.where is None and other.where is None:
+            return Chosen(self.unit & other.unit)
+        if self.where is None or other.where is None:
             raise ValueError(f"{self} and {other} are of two kinds: change them as two units")
-        assert self.where is not None and other.where is not None
         unit = Unit(f"{self} & {other}", self.unit.places, {})
-        return Chosen(unit, self.where | other.where)
+        return Chosen(unit, self.where | other.where, self.spans + other.spans)
 
 
 def places(
     model: HookedModel, tensors: Mapping[str, Any], units: Any, layers: Any, positions: Any
 ) -> list[Chosen]:
-    """Units of a kind or by name that this model and these prompts have."""
+    """Units of a kind or by name that this model and these prompts have.
+
+    Args:
+        positions: "all" and "each" are where a unit stands, of one that brings its positions.
+    """
+    own = isinstance(positions, str) and positions in ("all", "each")
     if isinstance(units, str) and units in PICTURES:
-        if layers is not None or not (isinstance(positions, str) and positions == "all"):
+        if layers is not None or not own:
             raise ValueError(
                 f"{units} stand at positions of their own, before block 0: leave out layers and positions"
             )
         return list(picture_units(model, tensors, units))
     found = _chosen(model, tensors, units, layers)
-    placed = [one.unit.name for one in found if one.where is not None]
-    if placed and not (isinstance(positions, str) and positions == "all"):
+    placed = [one for one in found if one.where is not None]
+    if placed and not own:
         raise ValueError(f"{placed[0]} stands at positions of its own: leave out positions")
+    for one in placed:
+        _check_of_this_call(model, tensors, one)
     for one in found:
         for place in one.unit.places:
             model.hook_point(place.hook)
@@ -109,31 +123,72 @@ def _chosen(
     model: HookedModel, tensors: Mapping[str, Any], units: Any, layers: Any
 ) -> list[Chosen]:
     """Units by kind or name, and those that bring their positions."""
-    if isinstance(units, str):
+    if isinstance(units, str) and not units.startswith("image["):
         return [Chosen(unit) for unit in interventions.units_from(units, model.cfg, layers)]
-    found: list[Chosen] = []
-    for item in _listed(units):
-        if isinstance(item, str) and item.startswith("image["):
-            item = _picture_named(model, tensors, item)
-        parts = [item] if isinstance(item, Chosen) else item
-        if isinstance(parts, list) and any(isinstance(part, Chosen) for part in parts):
-            found.append(functools.reduce(operator.and_, parts))
-        else:
-            found += map(Chosen, interventions.units_from([item], model.cfg, layers))
-    return found
+    if layers is not None:
+        raise ValueError("layers goes with a kind of units, not with units chosen by name")
+    pictures: dict[str, Chosen] = {}
 
+    def named(name: str) -> Chosen:
+        if not name.startswith("image["):
+            return Chosen(interventions.unit_named(name, model.cfg))
+        if not pictures:
+            for kind in PICTURES:
+                pictures.update({one.unit.name: one for one in picture_units(model, tensors, kind)})
+        if name not in pictures:
+            raise ValueError(f"the prompts hold no {name}")
+        return pictures[name]
 
-def _picture_named(model: HookedModel, tensors: Mapping[str, Any], name: str) -> Chosen:
-    """A patch or an image by its name in a result."""
-    kind = "patches" if "(" in name else "images"
-    for one in picture_units(model, tensors, kind):
-        if one.unit.name == name:
-            return one
-    raise ValueError(f"the prompts hold no {name}")
+    def one(item: Any) -> Chosen:
+        """A unit, or several as one."""
+        if isinstance(item, Chosen):
+            return item
+        if isinstance(item, Unit):
+            return Chosen(item)
+        parts = [part.strip() for part in item.split("&")] if isinstance(item, str) else list(item)
+        if not parts:
+            raise ValueError("a unit is an empty list: there is nothing to change")
+        if isinstance(item, str):
+            return functools.reduce(operator.and_, map(named, parts))
+        return functools.reduce(operator.and_, map(one, parts))
+
+    return [one(item) for item in _listed(units)]
 
 
 def _listed(units: Any) -> list[Any]:
-    return [units] if isinstance(units, (Chosen, Unit)) else list(units)
+    return [units] if isinstance(units, (Chosen, Unit, str)) else list(units)
+
+
+def _check_of_this_call(model: HookedModel, tensors: Mapping[str, Any], chosen: Chosen) -> None:
+    """Refuse a region of other prompts, whose pictures stand elsewhere or are of another size."""
+    assert chosen.where is not None
+    here = {
+        (s.row, s.number): s for s in _images(model, tensors) if _named_in(chosen.spans, s.number)
+    }
+    of = {(s.row, s.number): s for s in chosen.spans}
+    ids = tensors["input_ids"]
+    if (
+        chosen.where.shape != ids.shape
+        or here.keys() != of.keys()
+        or any(_differ(here[key], of[key]) for key in of)
+    ):
+        raise ValueError(
+            f"{chosen} was made for another call, in which the pictures stand elsewhere or are of another size: make it for "
+            "the inputs that are run, region(model, inputs, box)"
+        )
+
+
+def _named_in(spans: Sequence[Span], number: int) -> bool:
+    return any(span.number == number for span in spans)
+
+
+def _differ(one: Span, other: Span) -> bool:
+    sizes: list[Size | None] = [one.size, other.size]
+    return (
+        one.positions.tolist() != other.positions.tolist()
+        or one.labels() != other.labels()
+        or (None not in sizes and sizes[0] != sizes[1])
+    )
 
 
 def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> Iterator[Chosen]:
@@ -142,7 +197,7 @@ def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> 
     Raises:
         ValueError: there is no image in the prompts.
     """
-    pictures = [span for span in spans_of(model, tensors) if span.kind == "image"]
+    pictures = _images(model, tensors)
     if not pictures:
         raise ValueError(f"units is {kind!r}; the prompts hold no image")
     ids = tensors["input_ids"]
@@ -156,24 +211,36 @@ def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> 
     for key, mask in sorted(where.items(), key=lambda one: _reading_order(one[0])):
         name = f"image[{key[0]}]" + (f" ({key[1]}, {key[2]})" if len(key) > 1 else "")
         axes = dict(zip(("image", "x", "y"), key, strict=False))
-        yield Chosen(Unit(name, _ROWS, axes), mask)
+        spans = tuple(span for span in pictures if span.number == key[0])
+        yield Chosen(Unit(name, _ROWS, axes), mask, spans)
 
 
-def region(model: HookedModel, tensors: Mapping[str, Any], box: Box, image: int = 0) -> Chosen:
+def region(
+    model: HookedModel,
+    tensors: Mapping[str, Any],
+    box: Box,
+    image: int = 0,
+    size: Size | None = None,
+) -> Chosen:
     """The image tokens that a box of a picture covers, as one unit: `ablate(..., units=[region(...)])`.
+
+    It is of this call alone, and refused where another call's pictures stand elsewhere.
 
     Args:
         tensors: a prepared call's, `model.prepare(text, images=...)`, which knows the pictures' sizes.
         box: left, top, right and bottom in the original picture's pixels; patches that it touches are meant.
-        image: which of each prompt's images; prompts without it are left as they are.
+        image: which of each prompt's images; prompts without it are left as they are, and are nan in results.
+        size: width and height of the pictures, where only a processor's output was given, which does not tell.
     Raises:
         ValueError: no prompt has it; a box without area or outside a picture; sizes that are not known.
     """
     where = torch.zeros_like(tensors["input_ids"], dtype=torch.bool)
-    for span in _images(model, tensors, image):
-        where[span.row, span.positions[span.tokens_in(box)]] = True
+    spans = _numbered(model, tensors, image)
+    for span in spans:
+        where[span.row, span.positions[span.tokens_in(box, size)]] = True
     sides = ", ".join(f"{side:g}" for side in box)
-    return Chosen(Unit(f"image[{image}] in ({sides})", _ROWS, {"image": image}), where)
+    unit = Unit(f"image[{image}] in ({sides})", _ROWS, {"image": image})
+    return Chosen(unit, where, tuple(spans))
 
 
 @torch.no_grad()
@@ -190,7 +257,7 @@ def swapped(
     Raises:
         ValueError: no prompt has them, or a prompt has one of them alone; they have different numbers of tokens.
     """
-    ones, others = _images(model, tensors, image), _images(model, tensors, other)
+    ones, others = _numbered(model, tensors, image), _numbered(model, tensors, other)
     rows = [[span.row for span in spans] for spans in (ones, others)]
     if rows[0] != rows[1]:
         raise ValueError(
@@ -212,9 +279,13 @@ def swapped(
     return Intervention(name, (Edit(_ROWS[0], where, add=instead),))
 
 
-def _images(model: HookedModel, tensors: Mapping[str, Any], number: int) -> list[Span]:
+def _images(model: HookedModel, tensors: Mapping[str, Any]) -> list[Span]:
+    return [span for span in spans_of(model, tensors) if span.kind == "image"]
+
+
+def _numbered(model: HookedModel, tensors: Mapping[str, Any], number: int) -> list[Span]:
     """One image of each prompt that has it."""
-    images = [span for span in spans_of(model, tensors) if span.kind == "image"]
+    images = _images(model, tensors)
     found = [span for span in images if span.number == number]
     if not found:
         most = max((span.number + 1 for span in images), default=0)
@@ -230,14 +301,28 @@ def _reading_order(key: tuple[int, ...]) -> tuple[int, ...]:
 def everywhere(
     chosen: Sequence[Chosen], change: Change, tensors: Mapping[str, Any], positions: Any
 ) -> list[Intervention]:
-    """Each unit changed at the positions meant, or at each in turn."""
+    """Each unit changed at the positions meant, or at each in turn; one that brings its positions is changed there."""
     real = real_of(tensors)
     each = isinstance(positions, str) and positions == "each"
     at = None if each else interventions.position_mask(positions, real)
-    changed = [change(unit, at if where is None else where) for unit, where in chosen]
-    if not each:
-        return changed
-    return interventions.at_each_position(changed, len(real), real.shape[1], real.device)
+    changed: list[Intervention] = []
+    for one in chosen:
+        if one.where is None and each:
+            shape = (len(real), real.shape[1], real.device)
+            changed += interventions.at_each_position([change(one, None)], *shape)
+        else:
+            changed.append(change(one, at if one.where is None else one.where))
+    return changed
+
+
+def lacking(
+    chosen: Sequence[Chosen], names: Sequence[str], batch: int
+) -> Bool[Tensor, "variant batch"] | None:
+    """Which prompts lack what a variant changes, as those without a picture lack its patches; None where none lacks any."""
+    without = {str(c): ~c.where.any(1).cpu() for c in chosen if c.where is not None}
+    has = torch.zeros(batch, dtype=torch.bool)
+    found = torch.stack([without.get(name, has) for name in names])
+    return found if bool(found.any()) else None
 
 
 def basis_of(model: HookedModel, within: Any, chosen: Sequence[Chosen]) -> Float[Tensor, "k d"]:
@@ -298,20 +383,43 @@ class Reference:
         self.given = tensors if reference is None else model.prepare(reference)
         self.per_position, self.skip_first = per_position, skip_first
 
-    def means(self, chosen: Sequence[Chosen]) -> dict[str, Tensor]:
-        """Each point's mean, `[1 1 ...]` or by position `[1 pos ...]`."""
+    def means(self, chosen: Sequence[Chosen]) -> dict[str, dict[str, Tensor]]:
+        """For each unit, by its name, the means of its points, `[1 1 ...]` or by position `[1 pos ...]`.
+
+        Those of units that bring their positions go over images alone, whatever stands beside them.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for placed in (False, True):
+            some = [one for one in chosen if (one.where is not None) == placed]
+            if some:
+                found |= dict.fromkeys(map(str, some), self._means(some, placed))
+        return found
+
+    def _means(self, chosen: Sequence[Chosen], placed: bool) -> dict[str, Tensor]:
         squares = {p.hook for c in chosen for p in c.unit.places if p.point in SQUARES}
         if squares and not self.per_position:
             raise ValueError(
                 "a mean of patterns over positions would read what comes later: use per_position=True"
             )
-        weight = self._counted(chosen)
+        weight = self._counted(placed)
         if self.per_position:
             same_length(self.given, self.tensors, "a mean by position")
-            weight = real_of(self.given).bool()
+            if placed:  # every prompt's value goes into every other's, where it has an image
+                every = [range(len(weight))] * len(self.tensors["input_ids"])
+                same_patches(self.model, self.given, self.tensors, chosen, every, words=True)
+            else:
+                weight = real_of(self.given).bool()
         dims = (0,) if self.per_position else (0, 1)
         count = weight.sum(dims)
-        if not bool((count > 0).all()):
+        if placed:
+            asked = functools.reduce(operator.or_, (c.where.any(0) for c in chosen))  # type: ignore[union-attr]
+            if not bool((count[asked] if self.per_position else count).all()):
+                raise ValueError(
+                    "a mean of an image's rows goes over image tokens, and the reference holds none (by position: none there): "
+                    "give prompts with images"
+                )
+            count = count.clamp(min=1)  # by position: where no unit stands nothing is replaced
+        elif not bool((count > 0).all()):
             raise ValueError(
                 "a mean needs tokens to go over: pads are left out, and each first token unless skip_first=False"
             )
@@ -330,10 +438,10 @@ class Reference:
             found[name] = mean.transpose(1, 2) if name in squares else mean
         return found
 
-    def _counted(self, chosen: Sequence[Chosen]) -> Bool[Tensor, "batch pos"]:
-        """The tokens that a mean over positions goes over: of patches, those of images."""
+    def _counted(self, placed: bool) -> Bool[Tensor, "batch pos"]:
+        """The tokens that a mean over positions goes over: of units that bring their positions, those of images."""
         real = real_of(self.given).bool()
-        if any(c.where is not None for c in chosen):
+        if placed:
             return real & (self.given["input_ids"] == self.model.cfg.image_token_id)
         return real & (real.long().cumsum(1) > 1) if self.skip_first else real
 
@@ -371,6 +479,7 @@ class Reference:
                 f"resampling puts a position's value into the same position: prompts {lost.any(1).nonzero()[:, 0].tolist()} have "
                 "tokens where those drawn for them have padding; use prompts of one length"
             )
+        same_patches(self.model, self.given, self.tensors, chosen, [[row] for row in rows.tolist()])
         return {
             name: value[rows] for name, value in kept_values(self.model, self.given, chosen).items()
         }
@@ -386,16 +495,19 @@ def change_of(
                 f"mode is {mode!r}; use 'zero', 'mean', 'resample', a number to multiply by or a tensor"
             )
         if mode == "zero":
-            return lambda unit, at: interventions.scaled(unit, 0.0, at, basis)
-        values = given.means(chosen) if mode == "mean" else given.drawn(chosen, draw)
-        return lambda unit, at: interventions.replaced(unit, values, at, basis)
+            return lambda one, at: interventions.scaled(one.unit, 0.0, at, basis)
+        if mode == "mean":
+            means = given.means(chosen)
+            return lambda one, at: interventions.replaced(one.unit, means[str(one)], at, basis)
+        drawn = given.drawn(chosen, draw)
+        return lambda one, at: interventions.replaced(one.unit, drawn, at, basis)
     if isinstance(mode, (list, tuple)) or mode is None:
         raise ValueError(f"mode is {mode!r}; for values of your own give a tensor")
     value = torch.as_tensor(mode)
     if value.ndim:
         wide = {c.unit.name: _fitted(given, value, c.unit) for c in chosen}
-        return lambda unit, at: interventions.replaced(unit, wide[unit.name], at, basis)
-    return lambda unit, at: interventions.scaled(unit, float(value), at, basis)
+        return lambda one, at: interventions.replaced(one.unit, wide[str(one)], at, basis)
+    return lambda one, at: interventions.scaled(one.unit, float(value), at, basis)
 
 
 def _fitted(given: Reference, value: Tensor, unit: Unit) -> Tensor:
@@ -444,6 +556,45 @@ def same_shape(given: Mapping[str, Any], base: Mapping[str, Any]) -> None:
             f"prompt {unlike[0]} has {lengths[0]} tokens in one and {lengths[1]} in the other, or padding elsewhere: patching puts a "
             "position into the same position, so both must have tokens at the same places"
         )
+
+
+def same_patches(
+    model: HookedModel,
+    given: Mapping[str, Any],
+    base: Mapping[str, Any],
+    chosen: Sequence[Chosen],
+    rows: Sequence[Sequence[int]] | None = None,
+    words: bool = False,
+) -> None:
+    """Refuse values of images that would be put where another patch stands, or that are a word's.
+
+    Args:
+        given, base: where values come from, and where they go to, into the same positions.
+        rows: for each prompt of `base`, those of `given` that it gets values of; the same by default.
+        words: words are left out by who asks.
+    Raises:
+        ValueError: names the first patch that differs. An image as a whole may be of another shape, of as many tokens.
+    """
+    if all(one.where is None for one in chosen):
+        return
+    rows = [[row] for row in range(len(base["input_ids"]))] if rows is None else rows
+    here, there = (
+        [media_labels(spans_of(model, tensors), row) for row in range(len(tensors["input_ids"]))]
+        for tensors in (base, given)
+    )
+    for one in (one for one in chosen if one.where is not None):
+        whole = str(one).endswith("]")  # "image[0]"
+        assert one.where is not None
+        for row, position in one.where.nonzero().tolist():
+            for other in rows[row]:
+                names = [by.get(position, "text") for by in (here[row], there[other])]
+                if words and names[1] == "text":
+                    continue
+                if len({name.split(" ")[0] if whole else name for name in names}) > 1:
+                    raise ValueError(
+                        f"{one} of prompt {row} would get values of {names[1]} in place of {names[0]}, since they stand at the "
+                        "same position: use prompts whose pictures have the same places and shapes"
+                    )
 
 
 def same_length(given: Mapping[str, Any], base: Mapping[str, Any], what: str) -> None:

@@ -7,7 +7,11 @@ from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
 KINDS = {"image": "images", "video": "videos", "audio": "audio"}  # types of parts, and our keywords
-PLACES = ("url", "path")  # where a part may name its medium, beside the key of its own type
+PLACES = (
+    "url",
+    "path",
+    "base64",
+)  # where a part may name its medium, beside the key of its own type
 
 
 def is_chat(value: Any) -> bool:
@@ -29,11 +33,11 @@ def rendered(
 
     Args:
         messages: `[{"role": "user", "content": "What is this?"}]`, or several such lists. A content is a text or parts:
-            `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}` (or "url", "path"; or neither, when the
-            picture is given by `images=`), likewise "video" and "audio".
+            `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}` (or "url", "path", "base64"; or none, when
+            the picture is given by `images=`), likewise "video" and "audio".
     Raises:
-        ValueError: the checkpoint has no chat template, which shows the plain form; a part of another type; some
-            parts of a type carry their medium and others do not.
+        ValueError: the checkpoint has no chat template, which shows the plain form; a content that is neither; a part of
+            another type; some parts of a type carry their medium and others do not.
     """
     conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
     # A checkpoint with a processor keeps the template that knows media there.
@@ -62,7 +66,16 @@ def _parts(conversations: Sequence[Messages]) -> Iterator[Mapping[str, Any]]:
     for conversation in conversations:
         for message in conversation:
             content = message.get("content")
-            yield from [] if isinstance(content, str) or content is None else content
+            if isinstance(content, str) or content is None:
+                continue
+            parts = [content] if isinstance(content, Mapping) else content
+            if isinstance(content, Mapping) or not all(isinstance(p, Mapping) for p in parts):
+                wrong = next((p for p in parts if not isinstance(p, Mapping)), content)
+                raise ValueError(
+                    f"a content is a text or a list of parts, {{'type': 'text', 'text': ...}}, got {str(wrong)[:60]!r} "
+                    f"({type(wrong).__name__})"
+                )
+            yield from parts
 
 
 def _media(conversations: Sequence[Messages]) -> dict[str, list[Any]]:
@@ -76,7 +89,11 @@ def _media(conversations: Sequence[Messages]) -> dict[str, list[Any]]:
             raise ValueError(
                 f"a part of type {kind!r}; known are 'text', {', '.join(map(repr, KINDS))}"
             )
-        carried = [part[key] for key in (kind, *PLACES) if part.get(key) is not None]
+        carried = [
+            f"data:;base64,{part[key]}" if key == "base64" else part[key]
+            for key in (kind, *PLACES)
+            if part.get(key) is not None
+        ]
         found.setdefault(KINDS[kind], []).append(carried[0] if carried else None)
     for keyword, items in found.items():
         given = [item for item in items if item is not None]

@@ -120,8 +120,8 @@ class Edges:
             self.source,
             exact.tokens,
             exact.plan,
-            exact,
-            tuple(place[pair] for pair in pairs),
+            exact=exact,
+            verified=tuple(place[pair] for pair in pairs),
         )
 
     def __repr__(self) -> str:

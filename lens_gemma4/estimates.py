@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_gemma4 import changes, interventions, metrics, plans, sweep
+from lens_gemma4 import changes, interventions, maps, metrics, plans, sweep
 from lens_gemma4.changes import Chosen
 from lens_gemma4.gradients import (
     START,
@@ -150,17 +150,19 @@ def attribution_patch(
     job = _Job(model, base, metric, units, layers, positions, batch_size)
     job.basis = None if within is None else changes.basis_of(model, within, job.chosen)
     job.replaces = within is None
+    changes.same_patches(model, given, base, job.chosen)
     hooks = sorted({*job.hooks, START}) if steps > 1 else job.hooks
     other = GradientRun(model, given, hooks).freed()
     source = baselines(model, given, other, job.measured)
 
-    def change(unit: interventions.Unit, at: Tensor | None) -> Intervention:
-        return interventions.replaced(unit, other.values, at, job.basis)
+    def change(one: Chosen, at: Tensor | None) -> Intervention:
+        return interventions.replaced(one.unit, other.values, at, job.basis)
 
     gradients = job.gradients(steps, other.values.get(START))
-    differences = {
-        hook: wide(other.values[hook]) - wide(gradients.values[hook]) for hook in job.hooks
-    }
+
+    def difference(one: Chosen, hook: str) -> Tensor:
+        return wide(other.values[hook]) - wide(gradients.values[hook])
+
     arguments = {
         **changes.asked(units, layers, positions),
         "estimate": f"first order, {steps} step(s)",
@@ -168,7 +170,7 @@ def attribution_patch(
         "from": given["input_ids"].tolist(),
         "within": changes.word(within),
     }
-    found = job.estimates(gradients, differences, change, arguments, count)
+    found = job.estimates(gradients, difference, change, arguments, count)
     found = {name: _from_source(one, source[name]) for name, one in found.items()}
     return next(iter(found.values())) if metrics.is_one(metric) else found
 
@@ -225,16 +227,17 @@ def attribution_ablate(
     factor = float(mode) if isinstance(mode, (int, float)) else 0.0
     job.replaces = within is None and factor == 0.0
 
-    def change(unit: interventions.Unit, at: Tensor | None) -> Intervention:
+    def change(one: Chosen, at: Tensor | None) -> Intervention:
         if means is not None:
-            return interventions.replaced(unit, means, at, job.basis)
-        return interventions.scaled(unit, factor, at, job.basis)
+            return interventions.replaced(one.unit, means[str(one)], at, job.basis)
+        return interventions.scaled(one.unit, factor, at, job.basis)
 
     gradients = job.gradients()
-    differences = {
-        hook: (factor - 1) * wide(value) if means is None else wide(means[hook]) - wide(value)
-        for hook, value in gradients.values.items()
-    }
+
+    def difference(one: Chosen, hook: str) -> Tensor:
+        value = wide(gradients.values[hook])
+        return (factor - 1) * value if means is None else wide(means[str(one)][hook]) - value
+
     arguments = {
         **changes.asked(units, layers, positions),
         "estimate": "first order",
@@ -244,8 +247,11 @@ def attribution_ablate(
         "reference": None if reference is None else taken.given["input_ids"].tolist(),
         "within": changes.word(within),
     }
-    found = job.estimates(gradients, differences, change, arguments, count)
+    found = job.estimates(gradients, difference, change, arguments, count)
     return next(iter(found.values())) if metrics.is_one(metric) else found
+
+
+Difference = Callable[[Chosen, str], Tensor]  # by how much a unit's point would change
 
 
 @dataclass
@@ -281,8 +287,14 @@ class _Job:
         self.replaces = True  # with values of their own, not multiples of what is there
         real = changes.real_of(tensors)
         self.batch, self.pos = real.shape
-        self.each = isinstance(positions, str) and positions == "each"
-        self.at = None if self.each else interventions.position_mask(positions, real)
+        each = isinstance(positions, str) and positions == "each"
+        self.at = None if each else interventions.position_mask(positions, real)
+        # Each variant's unit by its number, and the one position where it is changed, if it is one at a time.
+        self.spots: list[tuple[int, int | None]] = [
+            (number, position)
+            for number, one in enumerate(self.chosen)
+            for position in (range(self.pos) if each and one.where is None else [None])
+        ]
         sweep.check(model, [Intervention("", ())])
 
     def gradients(self, steps: int = 1, toward: Tensor | None = None) -> _Gradients:
@@ -305,44 +317,44 @@ class _Job:
     def estimates(
         self,
         gradients: _Gradients,
-        differences: Mapping[str, Tensor],
-        change: Callable[..., Intervention],
+        difference: Difference,
+        change: changes.Change,
         arguments: Mapping[str, Any],
         count: int,
     ) -> dict[str, Estimate]:
-        """For each metric, from the gradients and by how much each point would change, by `change`."""
+        """For each metric, from the gradients and by how much each unit's points would change, by `change`."""
         plan = plans.record(self.model, self.tensors, self.measured, arguments)
         tokens = sweep.tokens_of(self.model, self.tensors)
         names, at = self._labels()
         found = {}
         for name, reading in gradients.readings.items():
-            effect = self._effects(gradients.of[name], differences)
+            effect = self._effects(gradients.of[name], difference)
             baseline = reading.baseline[0]
             values = baseline + by_prompt(effect, reading).to(baseline)
             one = Estimate(names, at, values, baseline, name, None, tokens, plan)
+            one = maps.without_lacking(one, self.chosen)
             found[name] = self._verified(one, change, count, arguments) if count else one
         return found
 
     def _labels(self) -> tuple[list[str], list[dict[str, int]]]:
-        units = [c.unit for c in self.chosen]
-        if not self.each:
-            return [unit.name for unit in units], [dict(unit.axes) for unit in units]
-        spots = [(unit, p) for unit in units for p in range(self.pos)]
-        return [f"{unit.name} @ {p}" for unit, p in spots], [u.axes | {"pos": p} for u, p in spots]
+        spots = [(self.chosen[number].unit, p) for number, p in self.spots]
+        names = [unit.name if p is None else f"{unit.name} @ {p}" for unit, p in spots]
+        return names, [u.axes | ({} if p is None else {"pos": p}) for u, p in spots]
 
     def _effects(
-        self, gradient: Mapping[str, Tensor], differences: Mapping[str, Tensor]
+        self, gradient: Mapping[str, Tensor], difference: Difference
     ) -> Float[Tensor, "variant batch"]:
         """Gradient times difference, summed over what each variant changes."""
         by_unit = next(iter(gradient.values())).new_zeros(len(self.chosen), self.batch, self.pos)
-        places: dict[tuple[str, str], list[tuple[int, Place]]] = {}
+        places: dict[tuple[str, str, bool], list[tuple[int, Place]]] = {}
         for number, chosen in enumerate(self.chosen):
             for place in chosen.unit.places:
-                felt = self._felt(place, chosen.unit)
-                places.setdefault((place.hook, felt), []).append((number, place))
-        for (hook, felt), there in places.items():
+                key = place.hook, self._felt(place, chosen.unit), chosen.where is not None
+                places.setdefault(key, []).append((number, place))
+        for (hook, felt, _), there in places.items():
             whole = all(place.unit is None for _, place in there)
-            table = _products(gradient[felt], differences[hook], there[0][1], self.basis, whole)
+            change = difference(self.chosen[there[0][0]], hook)  # the same for all that are there
+            table = _products(gradient[felt], change, there[0][1], self.basis, whole)
             parts = [
                 (n, part) for n, place in there for part in _parts(place.unit, table.shape[-1])
             ]
@@ -359,13 +371,21 @@ class _Job:
         return place.hook
 
     def _at_positions(self, by_unit: Float[Tensor, "unit batch pos"]) -> Tensor:
-        if self.each:
+        if all(position is not None for _, position in self.spots):
             return by_unit.transpose(1, 2).flatten(0, 1)  # [variant batch], position after position
         masks = [self._mask(chosen) for chosen in self.chosen]
-        if masks[0] is None:
-            return by_unit.sum(-1)
-        kept = masks[0] if all(m is masks[0] for m in masks) else torch.stack(masks)  # type: ignore[arg-type]
-        return torch.where(kept, by_unit, 0.0).sum(-1)
+        if all(mask is masks[0] for mask in masks):
+            summed = by_unit if masks[0] is None else torch.where(masks[0], by_unit, 0.0)
+        else:
+            every = torch.ones_like(by_unit[0], dtype=torch.bool)
+            kept = torch.stack([every if mask is None else mask for mask in masks])
+            summed = torch.where(kept, by_unit, 0.0)
+        summed = summed.sum(-1)
+        if len(self.spots) == len(self.chosen):
+            return summed
+        return torch.stack(
+            [summed[unit] if p is None else by_unit[unit, :, p] for unit, p in self.spots]
+        )
 
     def _mask(self, chosen: Chosen) -> Bool[Tensor, "batch pos"] | None:
         return self.at if chosen.where is None else chosen.where
@@ -373,7 +393,7 @@ class _Job:
     def _verified(
         self,
         found: Estimate,
-        change: Callable[..., Intervention],
+        change: changes.Change,
         count: int,
         arguments: Mapping[str, Any],
     ) -> Estimate:
@@ -389,19 +409,20 @@ class _Job:
             arguments=arguments,
             **self.tensors,
         )
-        return replace(found, exact=exact[found.metric], verified=tuple(picked))
+        run = maps.without_lacking(exact[found.metric], self.chosen)
+        return replace(found, exact=run, verified=tuple(picked))
 
-    def _variant(self, number: int, change: Callable[..., Intervention]) -> Intervention:
+    def _variant(self, number: int, change: changes.Change) -> Intervention:
         """The intervention that a number of the map stands for."""
-        if not self.each:
-            chosen = self.chosen[number]
-            return change(chosen.unit, self._mask(chosen))
-        unit, p = self.chosen[number // self.pos].unit, number % self.pos
+        unit, p = self.spots[number]
+        chosen = self.chosen[unit]
+        if p is None:
+            return change(chosen, self._mask(chosen))
         mask = torch.zeros(
             self.batch, self.pos, dtype=torch.bool, device=self.tensors["input_ids"].device
         )
         mask[:, p] = True
-        one = change(unit, mask)
+        one = change(chosen, mask)
         return replace(one, name=f"{one.name} @ {p}", axes=one.axes | {"pos": p})
 
 

@@ -5,6 +5,13 @@ The processor asks few questions: floats come out black, four rows are channels,
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import math
+import numbers
+import urllib.parse
+import warnings
 import wave
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +21,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lens_gemma4.spans import Size
+from lens_gemma4.spans import ImageFeatures, Size
 
 if TYPE_CHECKING:
-    import numpy
+    import PIL.Image
 
 SAMPLE_RATE = 16_000  # the extractor cuts frames of 640 samples and does not ask for the rate
 PCM_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of a sample in a WAV file
+PCM = (torch.int8, torch.uint8, torch.int16, torch.int32)  # whose own range says how loud they are
+WIDE = (torch.uint16, torch.uint32, torch.uint64)  # with which torch can do little
 MOST_CHANNELS = 8  # of sound; what has more is no recording
+LOUDEST = 2.0  # of floats, whose full scale is 1: resampling and mixing go beyond it by a little
+DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes of PIL with more than eight bits
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the processor allows
 
 IsOne = Callable[[Any], bool]
@@ -59,7 +70,7 @@ def budget(image_tokens: int | None) -> dict[str, int]:
         raise ValueError(
             f"image_tokens is {image_tokens}; the processor allows {', '.join(map(str, BUDGETS))}"
         )
-    return {"max_soft_tokens": image_tokens}
+    return {"max_soft_tokens": int(image_tokens)}  # NumPy's numbers are none to the processor
 
 
 @contextmanager
@@ -67,7 +78,10 @@ def processor_errors(sizes: Sequence[Size | None]) -> Iterator[None]:
     """The processor's failures in one line that says what it was given."""
     try:
         yield
-    except (ArithmeticError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        *(ArithmeticError, AttributeError, IndexError, OSError, RuntimeError),
+        *(TypeError, ValueError),
+    ) as error:
         given = f" (images of {list(sizes)} [width height])" if sizes else ""
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -79,14 +93,30 @@ def never(value: Any) -> bool:
     return False
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _with_rate(value: Any) -> bool:
-    """`(array, rate)`, which is one item and no list of two."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float))
+    """`(array, rate)`, or the other way round, which is one item and no list of two."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return False
+    return _is_number(value[0]) != _is_number(value[1])
+
+
+def _and_rate(value: Any) -> tuple[Any, Any]:
+    """What is given, and its rate, None where none is."""
+    if not _with_rate(value):
+        return value, None
+    medium, rate = reversed(value) if _is_number(value[0]) else value
+    if not 0 < rate < math.inf:
+        raise ValueError(f"a rate is {rate}; it is a number above 0, in Hz")
+    return medium, int(rate) if rate == int(rate) else float(rate)
 
 
 def is_clip(value: Any) -> bool:
     """`(array, rate)`, or samples in a list."""
-    return _with_rate(value) or (_is_full_list(value) and isinstance(value[0], (int, float)))
+    return _with_rate(value) or (_is_full_list(value) and _is_number(value[0]))
 
 
 def is_video(value: Any) -> bool:
@@ -95,7 +125,7 @@ def is_video(value: Any) -> bool:
 
 
 def _is_full_list(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0
+    return isinstance(value, (list, tuple)) and len(value) > 0
 
 
 def _is_picture(value: Any) -> bool:
@@ -106,20 +136,29 @@ def _is_pil(value: Any) -> bool:
     return hasattr(value, "convert")
 
 
+# -- pictures -----------------------------------------------------------------------------------------
+
+
 def image_of(value: Any) -> Any:
-    """What the image processor takes; it divides by 255 and asks no question."""
+    """What the image processor takes, which divides by 255 and asks no question: a PIL image, or `[3 height width]`.
+
+    What is transparent lies over white, whichever processor is installed; figures show the same.
+    """
     if isinstance(value, (str, Path)):
-        path = _path(value)
-        return path if _is_address(path) else _opened(path)
+        value = _opened(_path(value))
     if not _is_pil(value):
-        return _pixels(value, 3, "an image")
+        return _levels(_channels_first(_tensor(value, "an image"), 3, "an image"), "an image")
     if not min(value.size):
         raise ValueError(f"an image is {list(value.size)} [width height]: it has no pixel")
-    return value
+    try:
+        _check_depth(value)
+        return _over_white(value)
+    except (OSError, SyntaxError) as error:  # of a file that PIL reads only now
+        raise ValueError(f"an image cannot be read: {error}") from error
 
 
 def size_of(picture: Any) -> Size | None:
-    """Width and height of what goes to the processor; None of what it will fetch or decode itself."""
+    """Width and height of what goes to the processor; None of a file that it will decode itself."""
     if isinstance(picture, str):
         return None
     if _is_pil(picture):
@@ -127,44 +166,106 @@ def size_of(picture: Any) -> Size | None:
     return picture.shape[-1], picture.shape[-2]
 
 
+def _check_depth(image: PIL.Image.Image) -> None:
+    """Pillow cuts at 255 what has more than eight bits, and takes floats for numbers up to 255.
+
+    Raises:
+        ValueError: floats, which may mean either.
+    """
+    if image.mode == "F":
+        low, high = image.getextrema()
+        raise ValueError(
+            f"an image is of mode F, with values from {low:g} to {high:g}, and floats do not say what is white: "
+            "image.convert('RGB') if that is 255, image.point(lambda v: v * 255).convert('RGB') if it is 1"
+        )
+    if image.mode in DEEP and image.getextrema()[1] > 255:  # type: ignore[operator]
+        warnings.warn(
+            f"an image of mode {image.mode} has values up to {image.getextrema()[1]}, and all above 255 are white to Pillow "
+            "and transformers: scale it first, PIL.Image.fromarray((numpy.asarray(image) / 257).astype('uint8')) of 16 bits",
+            stacklevel=2,
+        )
+
+
+def _over_white(image: PIL.Image.Image) -> PIL.Image.Image:
+    """An image without transparency, as transformers makes one since 5.24; 5.10 showed what lies behind, often black."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image
+    from PIL import Image
+
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
 def _opened(path: str) -> Any:
-    """A file's picture as viewers show it: a photograph may be stored on its side."""
+    """A picture in a file or at an address, as viewers show it: a photograph may be stored on its side."""
     from PIL import Image, ImageOps
 
+    name = path if len(path) < 200 else f"{path[:60]}..."
+    source = io.BytesIO(_fetched(path, name)) if _is_address(path) else path
     try:
-        with Image.open(path) as image:
+        with Image.open(source) as image:
             return ImageOps.exif_transpose(image)  # a copy, so the file may be closed
     except Image.DecompressionBombError as error:
         raise ValueError(
-            f"{path}: {error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
+            f"{name}: {error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # SyntaxError: a broken PNG
-        raise ValueError(f"{path} is no picture that can be read: {error}") from error
+        raise ValueError(f"{name} is no picture that can be read: {error}") from error
 
 
-def _pixels(value: Any, ndim: int, what: str) -> Tensor:
-    """Pixel values from 0 to 255, whole or not."""
-    pixels = _tensor(value)
-    if pixels.ndim != ndim or 3 not in (pixels.shape[-3], pixels.shape[-1]):
-        axes = "height width 3] or [3 height width]"
-        raise ValueError(
-            f"{what} is {list(pixels.shape)}; needed is [{'frame ' * (ndim - 3)}{axes}. "
-            "Other channels: PIL.Image.fromarray(array).convert('RGB')"
-        )
+def _fetched(address: str, name: str) -> bytes:
+    if address.startswith("data:"):
+        about, _, content = address.partition(",")
+        try:
+            return (
+                base64.b64decode(content)
+                if about.endswith("base64")
+                else urllib.parse.unquote_to_bytes(content)
+            )
+        except binascii.Error as error:
+            raise ValueError(f"{name} holds no base64: {error}") from error
+    import httpx  # which transformers brings
+
+    try:
+        return httpx.get(address, follow_redirects=True).raise_for_status().content
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"{name} could not be fetched: {error}") from error
+
+
+def _channels_first(pixels: Tensor, ndim: int, what: str) -> Tensor:
+    """Channels before rows, since the processor guesses: 4 rows are channels to it."""
     if not pixels.numel():
         raise ValueError(f"{what} is {list(pixels.shape)}: it has no pixel")
+    ends = [pixels.shape[-3], pixels.shape[-1]] if pixels.ndim == ndim else []
+    if 3 not in ends:
+        axes = f"[{'frame ' * (ndim - 3)}height width 3] or [{'frame ' * (ndim - 3)}3 height width]"
+        several = pixels.ndim == ndim + 1 and 3 in (pixels.shape[-3], pixels.shape[-1])
+        fix = (
+            "Several: list(array)"
+            if several
+            else "Other channels: PIL.Image.fromarray(array).convert('RGB')"
+        )
+        raise ValueError(f"{what} is {list(pixels.shape)}; needed is {axes}. {fix}")
+    if ends == [3, 3]:
+        raise ValueError(
+            f"{what} is {list(pixels.shape)}, and its channels may be the first or the last of these: give "
+            "PIL.Image.fromarray(array), or a list of these for frames"
+        )
+    return pixels if ends[0] == 3 else pixels.movedim(-1, -3)
+
+
+def _levels(pixels: Tensor, what: str) -> Tensor:
+    """Pixel values from 0 to 255, whole or not."""
     _check_numbers(pixels, what)
-    low, high = pixels.aminmax()
+    if pixels.dtype in WIDE:
+        pixels = pixels.long()
+    low, high = pixels.detach().aminmax()
     top = 1 if pixels.is_floating_point() else 255
     if not (low >= 0 and high <= top):  # so that NaN is no pixel
         raise ValueError(
             f"{what} has values from {low.item():g} to {high.item():g} in {pixels.dtype}; "
             "floats are in [0, 1], whole numbers 0 to 255"
         )
-    if (
-        pixels.shape[-3] != 3
-    ):  # channels first, since the processor guesses: 4 rows are channels to it
-        pixels = pixels.movedim(-1, -3)
     return pixels.float() * 255 if pixels.is_floating_point() else pixels.to(torch.uint8)
 
 
@@ -174,9 +275,12 @@ def _check_numbers(values: Tensor, what: str) -> None:
         raise ValueError(f"{what} is {values.dtype}: give whole numbers or floats")
 
 
+# -- films --------------------------------------------------------------------------------------------
+
+
 def videos_and_sampling(items: list[Any], n_sampled: int) -> tuple[list[Any], dict[str, Any]]:
     """The processor samples all videos of a call or none, and refuses to sample short ones."""
-    pairs = [item if _with_rate(item) else (item, None) for item in items]
+    pairs = [_and_rate(item) for item in items]
     files = [isinstance(video, (str, Path)) for video, _ in pairs]
     if all(files):
         return [_path(video) for video, _ in pairs], {}
@@ -208,80 +312,169 @@ def frames_per_video(out: Any) -> list[int]:
 
 
 def _frames(video: Any) -> Tensor:
-    """Frames `[frame ...]`, from a tensor, an array, or a list of images."""
-    if isinstance(video, (list, tuple)):
-        import numpy as np
+    """Frames `[frame 3 height width]`, from a tensor, an array, or a list of images."""
+    if not isinstance(video, (list, tuple)):
+        return _levels(_channels_first(_tensor(video, "a video"), 4, "a video"), "a video")
+    frames = [_frame(frame) for frame in video]
+    sizes = sorted({size_of(frame) or (0, 0) for frame in frames})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"a video has frames of {len(sizes)} sizes, {sizes[:3]} [width height]: they must be of one"
+        )
+    if len(dtypes := {str(frame.dtype) for frame in frames}) > 1:
+        raise ValueError(f"a video has frames in {' and '.join(sorted(dtypes))}: give one dtype")
+    return _levels(torch.stack(frames), "a video")
 
-        frames = [np.asarray(f.convert("RGB") if _is_pil(f) else f) for f in video]
-        if len(shapes := {frame.shape for frame in frames}) > 1:
-            raise ValueError(
-                f"a video has frames of {len(shapes)} shapes, {sorted(shapes)[:3]}: they must be of one"
-            )
-        video = np.stack(frames)
-    return _pixels(video, 4, "a video")
+
+def _frame(value: Any) -> Tensor:
+    """`[3 height width]`"""
+    import numpy as np
+
+    if not _is_pil(value):
+        return _channels_first(_tensor(value, "a frame"), 3, "a frame")
+    return _tensor(np.asarray(image_of(value).convert("RGB")), "a frame").movedim(-1, 0)
+
+
+# -- sound --------------------------------------------------------------------------------------------
 
 
 def clip_of(value: Any) -> Any:
     """A clip for the feature extractor, which neither mixes channels nor resamples nor looks."""
     if isinstance(value, (str, Path)):
-        value = _sound_of(_path(value))
-    samples, rate = value if _with_rate(value) else (value, SAMPLE_RATE)
-    samples = _tensor(samples).detach().cpu()
-    if samples.ndim == 2 and min(samples.shape) > MOST_CHANNELS:
-        raise ValueError(
-            f"the clip is {list(samples.shape)}, as mel features are: this model hears raw samples, one channel [sample] at "
-            f"{SAMPLE_RATE} Hz"
-        )
+        name = _path(value)
+        samples, rate = _sound_of(name)
+        if samples.ndim > 1:
+            raise ValueError(
+                f"{name} has {samples.shape[1]} channels; the model hears one: clip, rate = soundfile.read({name!r}), then "
+                "audio=(clip.mean(1), rate) mixes them"
+            )
+    else:
+        name = "the clip"
+        given, given_rate = _and_rate(value)
+        rate = SAMPLE_RATE if given_rate is None else given_rate
+        samples = _tensor(given, name).detach().cpu()
+        _check_numbers(samples, name)
+        _check_one_channel(samples, is_tensor=isinstance(given, Tensor))
+        samples = _amplitudes(samples)
     if not samples.numel():
-        raise ValueError(f"the clip is {list(samples.shape)}: it has no sample")
-    if samples.ndim != 1:
-        raise ValueError(
-            f"the clip is {list(samples.shape)}; needed is one channel [sample]: "
-            "clip.mean(0) mixes [channel sample]"
-        )
-    _check_numbers(samples, "the clip")
+        raise ValueError(f"{name} is {list(samples.shape)}: it has no sample")
     if rate != SAMPLE_RATE:
         raise ValueError(
-            f"the clip is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
+            f"{name} is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
             f"torchaudio.functional.resample(clip, {rate}, {SAMPLE_RATE})"
         )
+    if not bool(samples.isfinite().all()):
+        raise ValueError(f"{name} holds samples that are no finite numbers")
+    if (peak := samples.abs().max()) > LOUDEST:
+        raise ValueError(
+            f"{name} reaches {peak.item():g}; floats are in [-1, 1], so that whole numbers made floats are divided by what "
+            "is full scale: clip / 32768 of 16 bits"
+        )
+    return samples.float().numpy()
+
+
+def _check_one_channel(samples: Tensor, is_tensor: bool) -> None:
+    """Samples along one axis, or which axis to mix."""
+    shape = list(samples.shape)
+    if samples.ndim == 1:
+        return
+    if samples.ndim == 2 and min(shape) > MOST_CHANNELS:
+        raise ValueError(
+            f"the clip is {shape}, as mel features are: this model hears raw samples, one channel [sample] at {SAMPLE_RATE} Hz"
+        )
+    if not samples.numel():
+        raise ValueError(f"the clip is {shape}: it has no sample")
+    if samples.ndim != 2 or 1 in shape:
+        raise ValueError(f"the clip is {shape}; needed is one channel [sample]: clip.reshape(-1)")
+    axis, axes = (0, "channel sample") if shape[0] <= shape[1] else (1, "sample channel")
+    mixed = f"clip{'.float()' if is_tensor else ''}.mean({axis})"
+    if not samples.is_floating_point():  # their mean is no longer PCM
+        middle = " - 128" if samples.dtype == torch.uint8 else ""
+        full = _full_scale(samples.dtype)
+        mixed = f"({mixed}{middle}) / {full}" if middle else f"{mixed} / {full}"
+    raise ValueError(f"the clip is {shape}; needed is one channel [sample]: {mixed} mixes [{axes}]")
+
+
+def _full_scale(dtype: torch.dtype) -> int:
+    return 128 if dtype == torch.uint8 else torch.iinfo(dtype).max + 1
+
+
+def _amplitudes(samples: Tensor) -> Tensor:
+    """Samples with full scale at 1.
+
+    Raises:
+        ValueError: whole numbers that do not say what full scale is.
+    """
     if samples.is_floating_point():
-        return samples.float().numpy()
-    if samples.dtype == torch.uint8:  # PCM in one byte is the only one without a sign
-        samples = (samples.to(torch.int16) - 128).to(torch.int8)
-    return (samples / (torch.iinfo(samples.dtype).max + 1)).float().numpy()
+        return samples
+    if samples.dtype not in PCM:
+        raise ValueError(
+            f"the clip is in {samples.dtype}, which does not say how loud it is: whole numbers are PCM, as int16, int32 or "
+            "uint8 (16-bit samples in a list: numpy.array(clip, 'int16')), all else is floats in [-1, 1]"
+        )
+    if samples.dtype == torch.int32 and samples.numel():
+        peak = int(samples.long().abs().max())
+        if 0 < peak < 2**16:
+            raise ValueError(
+                f"the clip is in int32 and reaches {peak} of {2**31}, which nobody hears: 16-bit samples are given as int16"
+            )
+    return _pcm(samples)
 
 
-def _sound_of(path: str) -> tuple[numpy.ndarray, int]:
-    """A file's samples `[sample]` or `[sample channel]` and rate."""
+def _pcm(samples: Tensor) -> Tensor:
+    middle = 128 if samples.dtype == torch.uint8 else 0  # the only one without a sign
+    return (samples.double() - middle) / _full_scale(samples.dtype)
+
+
+def _sound_of(path: str) -> tuple[Tensor, int]:
+    """A file's samples `[sample]` or `[sample channel]`, full scale at 1, and its rate."""
     if _is_address(path) or Path(path).suffix.lower() != ".wav":
         return _decoded(path)
     try:
         with wave.open(path) as file:
             n_channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-            data = bytearray(file.readframes(file.getnframes()))
+            n_frames = file.getnframes()
+            data = bytearray(file.readframes(n_frames))
     except (wave.Error, EOFError):  # floats in a WAV, for one
         return _decoded(path)
+    if len(data) != n_frames * n_channels * width:
+        raise ValueError(
+            f"{path} is cut short: it promises {n_frames} samples and holds {len(data) // (n_channels * width)}"
+        )
+    if width == 3:  # the high three bytes of four
+        three = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(0)
+        four = torch.zeros(len(data) // 3, 4, dtype=torch.uint8)
+        four[:, 1:] = three.view(-1, 3)
+        data, width = bytearray(four.numpy().tobytes()), 4
     if width not in PCM_BYTES:
         return _decoded(path)
     samples = torch.frombuffer(data, dtype=PCM_BYTES[width]) if data else torch.zeros(0)
-    return (samples if n_channels == 1 else samples.view(-1, n_channels)).numpy(), rate
+    samples = _pcm(samples) if data else samples
+    return (samples if n_channels == 1 else samples.view(-1, n_channels)), rate
 
 
-def _decoded(path: str) -> tuple[numpy.ndarray, int]:
+def _decoded(path: str) -> tuple[Tensor, int]:
     from transformers.audio_utils import load_audio
 
     try:
-        return load_audio(path, sampling_rate=SAMPLE_RATE), SAMPLE_RATE
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        return _tensor(load_audio(path, sampling_rate=SAMPLE_RATE), path), SAMPLE_RATE
+    except ImportError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ImportError(
+            f"{path} is no WAV of whole numbers, and to decode it: {first}"
+        ) from error
+    except Exception as error:  # of whichever library decodes
         raise ValueError(f"{path} is no sound that can be read: {error}") from error
+
+
+# -- all of them --------------------------------------------------------------------------------------
 
 
 def _path(value: str | Path) -> str:
     """A path that exists, or an address: transformers takes any other text for base64."""
     text = str(value)
     if not _is_address(text) and not Path(text).is_file():
-        raise FileNotFoundError(f"no file {text!r}")
+        raise FileNotFoundError(f"no file {text[:200]!r}")
     return text
 
 
@@ -289,8 +482,28 @@ def _is_address(text: str) -> bool:
     return text.startswith(("http://", "https://", "data:"))
 
 
-def _tensor(value: Any) -> Tensor:
-    """A tensor as it is; of anything else a copy, since an array may be read-only."""
+def _tensor(value: Any, what: str) -> Tensor:
+    """A tensor as it is; of anything else a copy, since an array may be read-only or of another byte order.
+
+    Raises:
+        ValueError: no numbers.
+    """
     import numpy as np
 
-    return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    if isinstance(value, ImageFeatures):
+        raise ValueError(f"{what} is ImageFeatures: give it by image_features=, with text alone")
+    if not isinstance(value, Tensor):
+        try:
+            array = np.array(value)
+        except (RuntimeError, TypeError, ValueError):  # rows of unlike lengths, for one
+            array = np.empty(0, object)
+        if array.dtype.kind not in "biufc":
+            raise ValueError(
+                f"{what} is {type(value).__name__}, which is no array of numbers: give a path, an array, a tensor, or a list of "
+                "these; pictures in open files and bytes by PIL.Image.open"
+            )
+        wide = array.dtype.kind == "f" and array.dtype.itemsize > 8
+        value = torch.from_numpy(
+            array.astype(np.float64 if wide else array.dtype.newbyteorder("="))
+        )
+    return value

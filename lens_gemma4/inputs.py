@@ -99,6 +99,10 @@ class TextInputs:
         return self.tokenizer
 
     def _processor_or_error(self) -> Any:
+        if self.cfg.vision is None and self.cfg.audio is None:
+            raise ValueError(
+                f"this checkpoint ({self.cfg.model_type}) is of text alone: it takes no images, audio and video"
+            )
         if self.processor is None:
             where = "it was loaded with none, or its tokenizer was replaced"
             raise ValueError(
@@ -385,27 +389,32 @@ class TextInputs:
         Args:
             text: a text, texts, chat messages (`[{"role": "user", "content": ...}]`, contents as text or parts) where the
                 checkpoint has a chat template, or several such lists.
-            images: PIL images as they are, paths (turned upright as EXIF says), or arrays and tensors with 3 channels,
-                first or last: whole numbers 0 to 255 or floats in [0, 1].
+            images: PIL images as they are, paths and addresses (turned upright as EXIF says), or arrays and tensors with 3
+                channels, first or last: whole numbers 0 to 255 or floats in [0, 1]. What is transparent lies over white.
+                Floats, as the processor resamples them, are not cut at 0 and 1 and not rounded: where a picture is
+                resampled, `pixels / 255` differs from `pixels` by up to 0.2. Gradients reach the tensor given.
             videos: frames `[frame height width channel]` or `[frame channel height width]`, a list
                 of images, a path, or `(frames, frames per second)`, 24 when not said. The processor
                 samples long ones (32 frames on the 12B); shorter ones go in whole.
-            audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Whole
-                numbers are PCM. WAV files are read as they are; of other files transformers mixes
-                the channels and resamples.
+            audio: one channel at 16 kHz as an array or tensor, `(array, rate)`, or a path. Floats are in [-1, 1]; whole
+                numbers are PCM of their dtype: int16, int32, uint8, int8. WAV files are read as they are; of other files
+                transformers mixes the channels and resamples. No gradient reaches the samples: for one,
+                differentiate `input_features`.
             image_tokens: the most tokens that an image may become: 70, 140, 280, 560 or 1120; None is the processor's own.
             image_features: in place of images, what `embed_image` returned, one for each placeholder.
 
         Raises:
-            ValueError: placeholders and media differ in number; a file that cannot be read; an image without pixels; a
-                clip of another rate, with several channels, or of features in place of samples; another budget; messages
-                for a checkpoint without a template.
+            ValueError: placeholders and media differ in number; a file that cannot be read; an image without pixels, or whose
+                channels may be several axes; a clip of another rate, with several channels, of features in place of
+                samples, or whose numbers do not say how loud it is; another budget; messages for a checkpoint
+                without a template; media that this checkpoint does not take.
         """
         media = {"images": images, "videos": videos, "audio": audio}
         if chat.is_chat(text):
             text, said = chat.rendered(text, self._tokenizer_or_error(), self.processor)
             media |= _once(said, media)
         texts = _texts(text)
+        media = {keyword: self._taken(keyword, given) for keyword, given in media.items()}
         if image_tokens is not None and media["images"] is None:
             raise ValueError(
                 "image_tokens is how many tokens an image becomes: give images with it"
@@ -464,6 +473,21 @@ class TextInputs:
                 size for size, n in zip(of_videos, n_frames, strict=True) for _ in range(n)
             ]
         return dict(out), sizes
+
+    def _taken(self, keyword: str, given: Any) -> Any:
+        """Media as they are given; an empty list is none.
+
+        Raises:
+            ValueError: this checkpoint has no embedder for them.
+        """
+        if not forms.items_of(given, forms.never):
+            return None
+        embedder = "audio" if keyword == "audio" else "vision"
+        if getattr(self.cfg, embedder) is None:
+            raise ValueError(
+                f"{keyword} were given, and this checkpoint ({self.cfg.model_type}) has no {embedder} embedder: it takes none"
+            )
+        return given
 
     def _matched(self, texts: list[str], kind: str, given: Any, is_one: forms.IsOne) -> list[Any]:
         """Media of a kind one after another, when there are as many as placeholders."""

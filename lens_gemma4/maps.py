@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from lens_gemma4 import interventions, sweep
 from lens_gemma4.changes import (
+    Chosen,
     asked,
     basis_of,
     changes,
     everywhere,
     hooks_of,
+    lacking,
     places,
+    same_patches,
     same_shape,
     word,
 )
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.metrics import Metrics
 from lens_gemma4.results import SweepResult
+
+Result = TypeVar("Result", bound=SweepResult)
 
 
 def ablate(
@@ -58,7 +65,7 @@ def ablate(
         mode: "zero"; "mean" of the unit over `reference`; "resample", the unit in another of the `reference` prompts; a number
             that the unit is multiplied by; or a tensor that takes its place, broadcasting over its `[batch pos ...]`.
         positions: where the unit is changed: "all", "last" (each row's last real token), "each" (one at a time), ints, a slice or
-            a mask `[batch pos]`.
+            a mask `[batch pos]`. Patches, images and regions are changed where they stand ("all" or "each").
         reference: prompts that "mean" and "resample" take values from; by default the prompts themselves.
         per_position: "mean" by position, over prompts of the same padded length, in place of one mean over all positions.
         skip_first: leave each row's first token (BOS) out of a mean over positions. Pads are always left out.
@@ -66,7 +73,7 @@ def ablate(
         within: directions `[k d]` of the unit's last axis: only the part in their span is changed, so that "zero" projects it out.
     Returns:
         A `SweepResult`, variants in the order of the blocks, "L0H0", "L0H1", ...; with "each", "L0H0 @ 0", ...; for several
-        metrics a dictionary of results.
+        metrics a dictionary of results. Prompts that lack a patch, an image or a region are nan, and left out of averages.
     Raises:
         ValueError: no such unit, mode or position, or a reference that does not fit.
 
@@ -115,6 +122,8 @@ def ablate(
         arguments=arguments,
         **tensors,
     )
+    chosen = places(model, tensors, units, layers, positions)
+    found = each_of(found, lambda one: without_lacking(one, chosen))
     return found if times == 1 else each_of(found, lambda one: _averaged(one, times))
 
 
@@ -152,10 +161,11 @@ def patch(
         given, base = base, given
     same_shape(given, base)
     chosen = places(model, base, units, layers, positions)
+    same_patches(model, given, base, chosen)
     basis = None if within is None else basis_of(model, within, chosen)
     kept, source = sweep.run_once(model, given, metric, hooks_of(chosen))
     variants = everywhere(
-        chosen, lambda unit, at: interventions.replaced(unit, kept, at, basis), base, positions
+        chosen, lambda one, at: interventions.replaced(one.unit, kept, at, basis), base, positions
     )
     arguments = {
         **asked(units, layers, positions),
@@ -173,7 +183,9 @@ def patch(
         arguments=arguments,
         **base,
     )
-    return each_of(found, lambda one: replace(one, source=source[one.metric]))
+    return each_of(
+        found, lambda one: without_lacking(replace(one, source=source[one.metric]), chosen)
+    )
 
 
 def each_of(found: Any, change: Callable[[SweepResult], Any]) -> Any:
@@ -187,4 +199,14 @@ def _averaged(found: SweepResult, times: int) -> SweepResult:
     """One result of several draws, one after another."""
     n = len(found.names) // times
     values = found.values.unflatten(0, (times, n)).mean(0)
-    return replace(found, names=found.names[:n], at=found.at[:n], values=values)
+    lacks = None if found.lacks is None else found.lacks[:n]
+    return replace(found, names=found.names[:n], at=found.at[:n], values=values, lacks=lacks)
+
+
+def without_lacking(found: Result, chosen: Sequence[Chosen]) -> Result:
+    """A result that knows which prompts lack what a variant changes."""
+    lacks = lacking(chosen, found.names, found.values.shape[1])
+    if lacks is None:
+        return found
+    values = found.values.masked_fill(lacks.to(found.values.device), torch.nan)
+    return replace(found, values=values, lacks=lacks)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +72,8 @@ def over_picture(
         grey: show the picture in grey, so that all colour is of the values.
         step: what the slider chooses.
     Raises:
-        ValueError: another number of values than tokens; a picture of another size than the one that was run; sound.
+        ValueError: no values, another number of them than tokens, or infinite ones; a picture of another size than the one that
+            was run; sound.
 
     >>> from PIL import Image
     >>> from lens_gemma4 import HookedModel
@@ -82,6 +84,8 @@ def over_picture(
     [0.0, 15.0]
     """
     named = dict(values) if isinstance(values, Mapping) else {title: values}
+    if not named:
+        raise ValueError("values is empty: there is nothing to draw")
     layers = {
         name: Layer(
             _field(span, given).tolist(),
@@ -115,7 +119,7 @@ def lens_grid(
         value: what the colour is: "probability" (of the first choice or of `token`), "rank" of `token`, "entropy" or "kl".
         token: one that the lens was asked about, by its id.
     Raises:
-        ValueError: positions that the lens did not read, or fewer tokens than k.
+        ValueError: positions or a block that the lens did not read, fewer tokens than k, or a lens of another call.
 
     >>> from PIL import Image
     >>> from lens_gemma4 import HookedModel
@@ -130,6 +134,8 @@ def lens_grid(
     if not 1 <= k <= known:
         raise ValueError(f"k is {k}; this lens kept the {known} likeliest tokens of each place")
     at = _read_at(lens, span)
+    _check_labels(span, [lens.at_position(span.row, i) or "" for i in at], "lens")
+    layer = None if layer is None else operator.index(layer)
     grid = lens.grid(value, token)[:, span.row, at].cpu()  # [place token]
     places = range(len(lens.places)) if layer is None else [lens.at(layer)]
     several_points = len({place.point for place in lens.places}) > 1
@@ -178,7 +184,8 @@ def attention_over(
         head: by default the mean over heads.
         position: the query, in the padded row (negative ones count from its end); "last" is the prompt's last real token.
     Raises:
-        ValueError: no such position or head, no pattern, or positions that were cut away.
+        ValueError: no such position or head, no pattern, positions that were cut away, or a run in which other tokens stand
+            where the span does; a cache that was cut to some prompts, which does not say which.
 
     >>> from PIL import Image
     >>> from lens_gemma4 import HookedModel
@@ -189,7 +196,7 @@ def attention_over(
     >>> attention_over(picture, span, cache, 3, head=1).data[0].type
     'heatmap'
     """
-    blocks = _patterns_of(cache) if layer is None else [layer] if isinstance(layer, int) else layer
+    blocks = _patterns_of(cache) if layer is None else _blocks(layer)
     layers = {}
     for block in (cache.cfg.layer(i).index for i in blocks):
         pattern = _of_row(cache["pattern", block], span, cache)  # [head pos kv_pos]
@@ -198,12 +205,12 @@ def attention_over(
             raise ValueError(
                 f"the run had {kv_pos} positions and {pos} were kept: keep them all (no pos_slice) and choose with position="
             )
-        if head is not None and not -heads <= head < heads:
-            raise ValueError(f"head is {head}; block {block} has heads 0 to {heads - 1}")
+        head = None if head is None else _one_of(head, heads, "head", f"block {block} has heads")
         query = _query(cache, span, position, pos)
+        _check_labels(span, _labels_at(span, cache), "run")
         rows = pattern[:, query, span.positions.to(pattern.device)].float().cpu()  # [head token]
         seen = rows.mean(0) if head is None else rows[head]
-        who = f"mean of {heads} heads" if head is None else f"head {head % heads}"
+        who = f"mean of {heads} heads" if head is None else f"head {head}"
         layers[str(block)] = Layer(
             _field(span, seen).tolist(),
             f"Block {block}, {who}: position {query} gives {seen.sum():.1%} of its attention to {span.name}",
@@ -232,7 +239,8 @@ def attribution_over(
         layer, head: of `by_source`, one of them in place of the sum.
         pos: of `by_source`, which of the positions that were asked.
     Raises:
-        ValueError: another question's attribution, or one that lacks the span's positions.
+        ValueError: another question's attribution, one that lacks the span's positions or was made of another call, or no such
+            block, head or position.
 
     >>> from PIL import Image
     >>> from lens_gemma4 import HookedModel
@@ -245,23 +253,33 @@ def attribution_over(
     """
     where = span.positions.to(found.values.device)
     if found.axes == ("layer", "head", "batch", "pos", "source"):
+        n_layers, n_heads, rows, n_pos, _ = found.values.shape
+        _check_row(span, rows, "attribution")
+        pos = _one_of(pos, n_pos, "pos", "it was asked at positions")
         values = found.values[:, :, span.row, pos]  # [layer head source]
-        values = values if layer is None else values[layer][None]
-        values = values if head is None else values[:, head, None]
+        if layer is not None:
+            layer = _one_of(layer, n_layers, "layer", "there are blocks")
+            values = values[layer][None]
+        if head is not None:
+            head = _one_of(head, n_heads, "head", "there are heads")
+            values = values[:, head, None]
         parts = [
             "all blocks" if layer is None else f"block {layer}",
             "all heads" if head is None else f"head {head}",
         ]
         _within(span, values.shape[-1])
+        _check_numbered(span, found.labels.get("source"))
         given = values.sum((0, 1))[where]
         title = f"Read from {span.name} by {', '.join(parts)}: {given.sum():+.3g} in all"
     elif found.axes == ("batch", "pos") and layer is None and head is None:
         _within(span, found.values.shape[-1])
+        _check_row(span, len(found.values), "attribution")
         numbers = [label.split(" ")[0] for label in found.labels["pos"]]
         if any(numbers[i] != str(i) for i in span.positions.tolist()):
             raise ValueError(
                 "by_token answers at the patches' own positions: ask it at all of them, positions=None"
             )
+        _check_numbered(span, found.labels["pos"])
         given = found.values[span.row, where]
         title = f"{span.name}: what each patch's own row gives at that patch, along the stream"
     else:
@@ -280,7 +298,7 @@ def ablation_over(image: Any, span: Span, result: SweepResult, *, grey: bool = T
         result: of `ablate(units="patches")` on the same prompts, or an estimate of it; patches that are not among its variants
             stay free.
     Raises:
-        ValueError: no variant is a patch of this picture.
+        ValueError: no variant is a patch of this picture, a result of another call, or results of several metrics.
 
     >>> from PIL import Image
     >>> from lens_gemma4 import HookedModel
@@ -292,6 +310,10 @@ def ablation_over(image: Any, span: Span, result: SweepResult, *, grey: bool = T
     >>> ablation_over(picture, span, result).data[0].type
     'heatmap'
     """
+    if isinstance(result, Mapping):
+        raise ValueError(
+            f"there are results of {len(result)} metrics: give one of them, result[{next(iter(result), '')!r}]"
+        )
     if span.kind != "image":
         raise ValueError(f"{span.name}: patches are ablated in images, not in each {span.kind}")
     at = {(one.get("image"), one.get("x"), one.get("y")): i for i, one in enumerate(result.at)}
@@ -304,6 +326,8 @@ def ablation_over(image: Any, span: Span, result: SweepResult, *, grey: bool = T
         raise ValueError(
             f"{span.name} is in prompt {span.row}; the result has {result.values.shape[1]}"
         )
+    if result.tokens is not None:
+        _check_labels(span, _at(result.tokens[span.row], span), "result")
     effect = result.effect[:, span.row].tolist()
     given = torch.tensor([torch.nan if i is None else effect[i] for i in places])
     base = result.baseline[span.row].item()
@@ -369,6 +393,8 @@ def mask_picture(
 def as_seen(tensors: Mapping[str, Any], span: Span) -> PIL.Image.Image:
     """The picture as the model got it: its patches put together, each a patch's size in pixels.
 
+    What a picture shows is from 0 to 1: pixels beyond, as floats that were resampled have, are cut off here and not in the model.
+
     Args:
         tensors: the prepared call that the span is of.
     Raises:
@@ -411,6 +437,8 @@ def _field(span: Span, values: Float[Tensor, " token"]) -> Float[Tensor, "row co
     """Values in their places; NaN where there is no patch."""
     places = _grid_of(span)
     values = torch.as_tensor(values).detach().cpu().double()
+    if bool(values.isinf().any()):
+        raise ValueError(f"values of {span.name} are infinite: nan leaves a patch free")
     if values.shape != (len(places),):
         raise ValueError(
             f"values are {list(values.shape)}; {span.name} has {len(places)} tokens: give one number for each"
@@ -465,8 +493,6 @@ def _picture(image: Any) -> PIL.Image.Image:
     from PIL import Image
 
     found = forms.image_of(image)
-    if isinstance(found, str):
-        raise ValueError(f"{found[:60]!r} is an address: open the picture, and give that")
     if isinstance(found, Tensor):  # [3 height width], 0 to 255
         channels = found.cpu().round().to(torch.uint8).permute(1, 2, 0)
         return Image.fromarray(channels.contiguous().numpy())
@@ -519,9 +545,29 @@ def _patterns_of(cache: ActivationCache) -> list[int]:
 def _of_row(value: Tensor, span: Span, cache: ActivationCache) -> Tensor:
     """A cached value in a span's prompt."""
     rows = value if cache.has_batch_dim else value[None]
+    ran = cache["input_size"][0] if "input_size" in cache.derived else len(rows)
+    if len(rows) != ran:
+        raise ValueError(
+            f"the run had {ran} prompts and this cache holds {len(rows)} of them, which does not say which: give the cache as "
+            "it was, the span knows its prompt"
+        )
     if span.row >= len(rows):
         raise ValueError(f"{span.name} is in prompt {span.row}; the cache holds {len(rows)}")
     return rows[span.row]
+
+
+def _blocks(layer: Any) -> list[int]:
+    blocks = [operator.index(i) for i in (layer if isinstance(layer, Iterable) else [layer])]
+    if not blocks:
+        raise ValueError("layer is empty: there is no block to draw")
+    return blocks
+
+
+def _one_of(number: int, n: int, what: str, there: str) -> int:
+    """A number that may count from the end, from 0."""
+    if not -n <= operator.index(number) < n:
+        raise ValueError(f"{what} is {number}; {there} 0 to {n - 1}")
+    return operator.index(number) % n
 
 
 def _query(cache: ActivationCache, span: Span, position: int | str, pos: int) -> int:
@@ -532,9 +578,44 @@ def _query(cache: ActivationCache, span: Span, position: int | str, pos: int) ->
             raise ValueError(f"position is {position!r}; use 'last' or a number")
         mask = _of_row(torch.as_tensor(cache["attention_mask"]), span, cache)
         return int(mask.bool().nonzero().max())
-    if not -pos <= position < pos:
-        raise ValueError(f"position is {position}; the prompt has positions 0 to {pos - 1}")
-    return position % pos
+    return _one_of(position, pos, "position", "the prompt has positions")
+
+
+def _check_row(span: Span, rows: int, what: str) -> None:
+    if span.row >= rows:
+        raise ValueError(f"{span.name} is in prompt {span.row}; the {what} has {rows}")
+
+
+def _at(labels: Sequence[str], span: Span) -> list[str]:
+    """Labels of a prompt's positions, at a span's; none beyond the end."""
+    return [labels[i] if i < len(labels) else "" for i in span.positions.tolist()]
+
+
+def _labels_at(span: Span, cache: ActivationCache) -> list[str]:
+    labels = cache["token_labels"] if "token_labels" in cache.derived else None
+    if labels is None:
+        return span.labels()
+    return _at(labels[span.row] if cache.has_batch_dim else labels, span)
+
+
+def _check_labels(span: Span, found: Sequence[str], what: str) -> None:
+    """Refuse a run of another call: what stood at a span's positions is known by name."""
+    wrong = [
+        (i, a, b)
+        for i, a, b in zip(span.positions.tolist(), found, span.labels(), strict=True)
+        if a != b
+    ]
+    if wrong:
+        position, there, here = wrong[0]
+        raise ValueError(
+            f"position {position} is {here} of prompt {span.row}, and {there!r} in this {what}: this span is of another call"
+        )
+
+
+def _check_numbered(span: Span, labels: Sequence[str] | None) -> None:
+    """Of an attribution, whose labels are "3 image[0] (1, 0)" of a single prompt and else "3"."""
+    if labels is not None and any(" " in label for label in labels):
+        _check_labels(span, [at.partition(" ")[2] for at in _at(labels, span)], "attribution")
 
 
 def _within(span: Span, pos: int) -> None:

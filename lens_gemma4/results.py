@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 AXES = ("layer", "head", "kv_head", "neuron", "image", "x", "y", "pos", "source")
@@ -31,6 +31,8 @@ class SweepResult:
         source: `[batch]`, the metric of the run that values were patched from.
         tokens: of the prompts, position by position.
         plan: what it takes to do it again: checkpoint, config's hash, prompts, metric, versions, dtype, arguments.
+        lacks: `[variant batch]`, prompts without what a variant changes, as without a picture's patches; their values are nan and
+            they are left out of averages. None where every prompt has everything.
     """
 
     names: list[str]
@@ -41,6 +43,7 @@ class SweepResult:
     source: Float[Tensor, " batch"] | None = None
     tokens: list[list[str]] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    lacks: Bool[Tensor, "variant batch"] | None = None
 
     @property
     def effect(self) -> Float[Tensor, "variant batch"]:
@@ -48,8 +51,14 @@ class SweepResult:
         return self.values - self.baseline
 
     def mean(self) -> Float[Tensor, " variant"]:
-        """Effects averaged over prompts."""
-        return self.effect.mean(1)
+        """Effects averaged over the prompts that have what is changed."""
+        return self._averaged(self.effect)
+
+    def _averaged(self, values: Float[Tensor, "variant batch"]) -> Float[Tensor, " variant"]:
+        if self.lacks is None:
+            return values.mean(1)
+        has = ~self.lacks.to(values.device)
+        return torch.where(has, values, 0).sum(1) / has.sum(1)  # nan where nobody has it
 
     def recovered(self) -> Float[Tensor, " variant"]:
         """How much of the way from this run's metric to the other's each patch goes: 0 nothing, 1 all of it.
@@ -61,16 +70,16 @@ class SweepResult:
             raise ValueError(
                 "only `patch` has another run to recover; for an ablation use `effect`"
             )
-        way = (self.source - self.baseline).mean()
+        way = self._averaged((self.source - self.baseline).expand_as(self.values))
         size = torch.stack([self.source, self.baseline]).abs().max()
-        if way.abs() <= 100 * torch.finfo(way.dtype).eps * size:
+        if bool((way.abs() <= 100 * torch.finfo(way.dtype).eps * size).any()):
             raise ValueError("both runs have the same metric: there is nothing to recover")
         return self.mean() / way
 
     def interval(
         self, level: float = 0.95, draws: int = 1000, seed: int = 0
     ) -> Float[Tensor, "2 variant"]:
-        """Bootstrap interval of `mean` over prompts: lower and upper end.
+        """Bootstrap interval of `mean` over prompts: lower and upper end; nan of what fewer than two prompts have.
 
         Raises:
             ValueError: there is one prompt, which says nothing of others, or the level is none.
@@ -86,14 +95,23 @@ class SweepResult:
         weights = torch.zeros(draws, batch, dtype=self.values.dtype)
         chosen = torch.randint(batch, (draws, batch), generator=generator)
         weights.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=weights.dtype))
-        means = weights @ self.effect.cpu().T / batch  # [draw variant]
-        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=means.dtype)
-        return torch.cat([part.quantile(ends, dim=0) for part in means.split(4096, dim=1)], 1)
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=weights.dtype)
+        if self.lacks is None:
+            means = weights @ self.effect.cpu().T / batch  # [draw variant]
+            return torch.cat([part.quantile(ends, dim=0) for part in means.split(4096, dim=1)], 1)
+        has = ~self.lacks.cpu()
+        means = weights @ torch.where(has, self.effect.cpu(), 0).T / (weights @ has.to(weights).T)
+        means[:, has.sum(1) < 2] = torch.nan  # one prompt says nothing of others
+        return torch.cat([part.nanquantile(ends, dim=0) for part in means.split(4096, dim=1)], 1)
 
     def part(self, chosen: slice) -> SweepResult:
         """Some of the variants."""
         return replace(
-            self, names=self.names[chosen], at=self.at[chosen], values=self.values[chosen]
+            self,
+            names=self.names[chosen],
+            at=self.at[chosen],
+            values=self.values[chosen],
+            lacks=None if self.lacks is None else self.lacks[chosen],
         )
 
     # -- as a map ---------------------------------------------------------------------------------------
@@ -209,6 +227,7 @@ class SweepResult:
             "tokens": self.tokens,
             "plan": self.plan,
             "source": None if self.source is None else self.source.tolist(),
+            "lacks": None if self.lacks is None else self.lacks.nonzero().tolist(),
         }
         text = json.dumps(about, sort_keys=True).encode()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: text})
@@ -244,7 +263,10 @@ class SweepResult:
             .itertuples(index=False)
         ]
         values = torch.tensor(frame["value"].to_numpy()).view(-1, batch)
-        source = about["source"]
+        source, lacks = about["source"], None
+        if about.get("lacks") is not None:
+            lacks = torch.zeros(values.shape, dtype=torch.bool)
+            lacks[tuple(torch.tensor(about["lacks"]).T)] = True
         return cls(
             list(first["variant"]),
             at,
@@ -254,6 +276,7 @@ class SweepResult:
             None if source is None else torch.tensor(source, dtype=values.dtype),
             about["tokens"],
             about["plan"],
+            lacks,
         )
 
 

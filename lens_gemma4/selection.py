@@ -218,12 +218,16 @@ def _again(
         raise ValueError(
             "this is a map of what attention reads, not of units: there is nothing to keep"
         )
-    picture = ["patches" if "x" in at else "images" for at in found.at if "image" in at]
+    placed = any("image" in at for at in found.at)
     each = any("pos" in at for at in found.at)
     if positions is None:
-        positions = "all" if each or picture else _positions_of(found)
+        positions = "all" if each or placed else _positions_of(found)
     units = [name.split(" @ ")[0] for name in found.names]
-    asked: Any = picture[0] if picture else list(dict.fromkeys(units))
+    asked = list(dict.fromkeys(units))
+    if regions := [unit for unit in asked if " in (" in unit]:
+        raise ValueError(
+            f"the map holds {regions[0]}, a region, which its name alone does not make again: rank patches"
+        )
     made = changes.changes(model, tensors, asked, None, mode, positions, **how)
     by_name, real = {one.name: one for one in made}, changes.real_of(tensors)
     missing = [unit for unit in units if unit not in by_name]
@@ -233,6 +237,8 @@ def _again(
         return [by_name[unit] for unit in units]
     return [
         by_name[unit].at(interventions.position_mask(at["pos"], real), name, pos=at["pos"])
+        if "pos" in at
+        else by_name[unit]
         for unit, name, at in zip(units, found.names, found.at, strict=True)
     ]
 

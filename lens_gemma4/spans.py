@@ -84,7 +84,7 @@ class Span:
         Args:
             size: width and height of the picture, where the span does not know them.
         Raises:
-            ValueError: a size that is not known; sound.
+            ValueError: a size that is not known, or another one than it knows; sound.
         """
         grid = self._grid().cpu().double()
         known = torch.tensor(self._size(size), dtype=torch.float64)
@@ -97,6 +97,10 @@ class Span:
         Raises:
             ValueError: a box without area or outside the picture; a size that is not known; sound.
         """
+        if len(box) != 4:
+            raise ValueError(
+                f"a box is left, top, right, bottom in pixels of the picture, got {len(box)} numbers: {tuple(box)}"
+            )
         left, top, right, bottom = (float(side) for side in box)
         l, t, r, b = self.boxes(size).unbind(1)  # noqa: E741
         inside = (l < right) & (r > left) & (t < bottom) & (b > top)
@@ -119,7 +123,11 @@ class Span:
         return self.grid
 
     def _size(self, given: Size | None) -> Size:
-        known = self.size if given is None else given
+        known = self.size if given is None else (given[0], given[1])
+        if self.size is not None and known != self.size:
+            raise ValueError(
+                f"{self.name} is {self.size} [width height] and not {known}: leave size out, since it is known"
+            )
         if known is None:
             raise ValueError(
                 f"the size of {self.name} in pixels is not known, as a processor's output holds patches only: give the "
@@ -152,12 +160,18 @@ def together(items: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
 
     Raises:
         TypeError: something else than features.
+        ValueError: another number of features than of places.
     """
     if wrong := [item for item in items if not isinstance(item, ImageFeatures)]:
         raise TypeError(
             f"image_features takes what embed_image returns, got {type(wrong[0]).__name__}: to change the numbers in one, "
             "dataclasses.replace(it, features=...)"
         )
+    for item in items:
+        if len(item.features) != len(item.grid):
+            raise ValueError(
+                f"an ImageFeatures has {len(item.features)} features and {len(item.grid)} places in its grid: each patch has both"
+            )
     grids = torch.nn.utils.rnn.pad_sequence([i.grid for i in items], True, -1)
     features = torch.cat([item.features for item in items])
     return {"image_features": features.to(device), "image_position_ids": grids.to(device)}
@@ -207,14 +221,20 @@ class Inputs(dict[str, Any]):
         []
         """
         made_of = [self.get(name) for name in _READ]
-        if self._found is None or any(
-            a is not b for a, b in zip(self._found[0], made_of, strict=True)
-        ):
-            self._found = made_of, _spans(self.cfg, self, self.sizes)
+        if self._found is None or not all(map(_same, self._found[0], made_of)):
+            kept = [value.clone() if isinstance(value, Tensor) else value for value in made_of]
+            self._found = kept, _spans(self.cfg, self, self.sizes)
         return list(self._found[1])
 
 
 _READ = ("input_ids", "mm_token_type_ids", *(medium.places for medium in MEDIA))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """By their numbers, since tensors may be written into."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return one is other
 
 
 def spans_of(model: HookedModel, tensors: Mapping[str, Any]) -> list[Span]:

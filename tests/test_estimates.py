@@ -348,7 +348,11 @@ def test_patches_of_a_picture():
         == ablate(model, prompts, ASK, units="patches").names
     )
     makes = [lambda share, c=c: scaled(c.unit, 1 - share, c.where) for c in chosen]
-    assert close(found.effect, slopes(model, base, makes), 1e-5)
+    lacks = torch.stack([~c.where.any(1) for c in chosen])
+    assert (
+        lacks.any() and torch.equal(found.lacks, lacks) and torch.equal(found.values.isnan(), lacks)
+    )
+    assert close(found.effect.masked_fill(lacks, 0), slopes(model, base, makes), 1e-5)
 
 
 # -- what it costs and what it leaves -----------------------------------------------------------------

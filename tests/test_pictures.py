@@ -447,8 +447,6 @@ def test_every_form_of_a_picture_is_taken(run, tmp_path):
         assert np.array_equal(np.array(ground(figure)), pixels), type(form)
     with pytest.raises(FileNotFoundError):
         over_picture(tmp_path / "none.png", span, values)
-    with pytest.raises(ValueError, match="is an address"):
-        over_picture("https://example.org/x.png", span, values)
 
 
 def test_numbers_and_cells_must_be_as_many_as_tokens(run):
