@@ -163,6 +163,7 @@ class Rows:
         self.mask = mask  # of the prompt; True on real tokens
         self.n_pads = [0] * self.batch if mask is None else (~mask).sum(-1).tolist()
         self.lengths: list[int | None] = [None] * self.batch  # new tokens of a row that has ended
+        self._all_real = torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)
         self._going: Tensor | None = None  # [batch], while some rows have ended and others have not
 
     @property
@@ -193,10 +194,10 @@ class Rows:
         """The newest token of each row."""
         return self.ids[:, self.known + self.n_new - 1 :][:, :1]
 
-    def last_mask(self) -> Bool[Tensor, "batch 1"] | None:
-        """Whether it is real; None while all are."""
+    def last_mask(self) -> Bool[Tensor, "batch 1"]:
+        """Whether it is real: said of a written pad token too, which nobody means as padding."""
         if self._going is None:
-            return None
+            return self._all_real
         now = [length in (None, self.n_new) for length in self.lengths]
         return torch.tensor(now, device=self.device)[:, None]
 
@@ -204,14 +205,12 @@ class Rows:
         """Prompts and new tokens, padded on the left before prompts and on the right after ends."""
         return self.ids[:, : self.known + self.n_new].clone()
 
-    def whole_mask(self) -> Bool[Tensor, "batch pos"] | None:
-        """Real tokens of prompts and of what has been written; None when all are."""
+    def whole_mask(self) -> Bool[Tensor, "batch pos"]:
+        """Real tokens of prompts and of what has been written."""
         lengths = torch.tensor([self.n_new if n is None else n for n in self.lengths])
         new = torch.arange(self.n_new)[None] < lengths[:, None]
-        if self.mask is None and bool(new.all()):
-            return None
-        mask = torch.ones(self.batch, self.prompt) if self.mask is None else self.mask
-        return torch.cat((mask.bool().to(self.device), new.to(self.device)), 1)
+        prompt = self._all_real.expand(-1, self.prompt) if self.mask is None else self.mask
+        return torch.cat((prompt, new.to(self.device)), 1)
 
     def prompt_of(self, row: int) -> Int[Tensor, " pos"]:
         return self.ids[row, min(self.n_pads[row], self.known) : self.known]
@@ -287,10 +286,10 @@ class Generation:
                 self.record.forget()  # this run shows everything again
             self._run(self._from_the_start(), self.hooked.again)
         else:
-            tensors = {"input_ids": self._readable(self.rows.last())}
-            mask = self.rows.last_mask()
-            if mask is not None:
-                tensors["attention_mask"] = mask
+            tensors = {
+                "input_ids": self._readable(self.rows.last()),
+                "attention_mask": self.rows.last_mask(),
+            }
             self._run(tensors, self.hooked.decode)
 
     def _run(self, tensors: Mapping[str, Any], hooks: list[Added]) -> None:
@@ -323,7 +322,7 @@ class Generation:
         known = self.rows.known
         tensors = {**self.tensors, "position_ids": "mask"}
         tensors["input_ids"] = torch.cat((ids[:, :known], self._readable(ids[:, known:])), 1)
-        tensors["attention_mask"] = self.rows.whole_mask()
+        tensors["attention_mask"] = self.rows.whole_mask().long()
         types = tensors.get("mm_token_type_ids")
         if types is not None:
             tensors["mm_token_type_ids"] = F.pad(types, (0, self.rows.n_new))
