@@ -373,6 +373,11 @@ def test_contexts_and_permanent_hooks_act_while_it_writes():
     vector = torch.linspace(-1, 1, model.cfg.d_model, dtype=model.dtype)
     with model.steer(1, vector, 2.0):
         assert torch.equal(model.generate(ids, 10, stop_at_eos=False), want)
+    with model.steer(1, vector, 2.0, positions=[3, 11, 12]):
+        steered = model.generate(ids, 10, return_cache=True, stop_at_eos=False)[1]
+    some = [(POINT, push(2.0, [3, 11, 12]))]
+    hooked_so = model.generate(ids, 10, fwd_hooks=some, return_cache=True, stop_at_eos=False)[1]
+    assert torch.equal(steered["hook_logits"], hooked_so["hook_logits"])
     (handle,) = model.add_perma_hook(POINT, push(2.0))
     assert torch.equal(model.generate(ids, 10, stop_at_eos=False), want)
     model.hook_point(POINT).remove(handle)
