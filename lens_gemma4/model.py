@@ -14,7 +14,7 @@ as transformers stores them, `[out, in]`; `W_Q` and the like are views in Transf
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,8 +34,10 @@ from lens_gemma4.local import local_attention
 from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
 from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
 from lens_gemma4.norms import RMSNorm, Shown, empty
+from lens_gemma4.products import product_of_few
 from lens_gemma4.recompute import recomputed
 
+Product = Callable[[Tensor, Tensor], Tensor]
 AttnImplementation = Literal["sdpa", "eager", "local"]
 # What a prepared call is made of; a transformers processor returns them under these names.
 INPUT_KEYS = (
@@ -142,6 +144,7 @@ class Sight:
     rotary: tuple[Tensor, Tensor]
     lent: dict[int, tuple[Tensor, Tensor]]  # by lenders, each adds its own
     kv: KVCache | None = None
+    product: Product = F.linear  # with a weight
 
 
 def _pattern_as_fused(
@@ -258,11 +261,11 @@ class Attention(nn.Module):
         x: Float[Tensor, "batch pos d_model"],
         sight: Sight,
     ) -> Float[Tensor, "batch pos d_model"]:
-        q = self.hook_q(self._by_head(F.linear(x, self.w_q)))
+        q = self.hook_q(self._by_head(sight.product(x, self.w_q)))
         cos, sin = sight.rotary
         q = self.hook_rot_q.of(partial(rotate, cos=cos, sin=sin), self.q_norm(q))
         lender = self.cfg.lender
-        lent = self._own_keys_values(x, sight.rotary) if lender is None else sight.lent[lender]
+        lent = self._own_keys_values(x, sight) if lender is None else sight.lent[lender]
         if self.lends:  # before the two hooks below: edits there stay in this block
             sight.lent[self.cfg.index] = lent
         if sight.kv is None:
@@ -270,18 +273,18 @@ class Attention(nn.Module):
             z = self._mix(q, k, v, sight.mask)
         else:
             z = self._mix_held(q, lent, sight.mask, sight.kv)
-        return self.hook_out(self._project(self.hook_z(z)))
+        return self.hook_out(self._project(self.hook_z(z), sight.product))
 
     def _by_head(
         self, x: Float[Tensor, "batch pos width"]
     ) -> Float[Tensor, "batch pos heads d_head"]:
         return x.view(*x.shape[:2], -1, self.cfg.d_head)  # [batch pos heads d_head]
 
-    def _own_keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _own_keys_values(self, x: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
         """Keys after norm and rotary, values after their norm, by key/value head."""
-        k = self.hook_k(self._by_head(F.linear(x, self.w_k)))
-        v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(F.linear(x, self.w_v)))
-        return rotate(self.k_norm(k), *rotary), self.v_norm.normalise(v)
+        k = self.hook_k(self._by_head(sight.product(x, self.w_k)))
+        v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(sight.product(x, self.w_v)))
+        return rotate(self.k_norm(k), *sight.rotary), self.v_norm.normalise(v)
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
@@ -341,13 +344,13 @@ class Attention(nn.Module):
         return torch.matmul(pattern, repeat_heads(values, per_kv))
 
     def _project(
-        self, z: Float[Tensor, "batch pos head d_head"]
+        self, z: Float[Tensor, "batch pos head d_head"], product: Product
     ) -> Float[Tensor, "batch pos d_model"]:
         if self.hook_result.live:
             result, edited = self.hook_result.watch(torch.einsum("bphd,hdm->bphm", z, self.W_O))
             if edited:
                 return result.sum(2)
-        return F.linear(z.flatten(2), self.w_o)
+        return product(z.flatten(2), self.w_o)
 
     # TransformerLens's layout, as views
 
@@ -408,10 +411,12 @@ class MLP(nn.Module):
         self.hook_pre, self.hook_act, self.hook_pre_linear = HookPoint(), HookPoint(), HookPoint()
         self.hook_post, self.hook_out = HookPoint(), HookPoint()
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        act = self.hook_act.of(gelu, self.hook_pre(F.linear(x, self.w_gate)))
-        post = self.hook_post.of(torch.mul, act, self.hook_pre_linear(F.linear(x, self.w_in)))
-        return self.hook_out(F.linear(post, self.w_out))
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], product: Product = F.linear
+    ) -> Float[Tensor, "batch pos d_model"]:
+        act = self.hook_act.of(gelu, self.hook_pre(product(x, self.w_gate)))
+        post = self.hook_post.of(torch.mul, act, self.hook_pre_linear(product(x, self.w_in)))
+        return self.hook_out(product(post, self.w_out))
 
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
@@ -459,7 +464,7 @@ class Block(nn.Module):
         attn_out = self.hook_attn_out(self.ln1_post(self.attn(self.ln1(resid_pre), sight)))
         resid_mid = self.hook_resid_mid.of(torch.add, resid_pre, attn_out)
         # 2. so does the MLP
-        mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid))))
+        mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid), sight.product)))
         resid_sum = self.hook_resid_sum.of(torch.add, resid_mid, mlp_out)
         # 3. the whole stream is scaled, skip path included
         return self.hook_resid_post(resid_sum * self.layer_scalar)
@@ -640,10 +645,11 @@ class Gemma4(HookedRootModule):
             # Types derived from text alone say nothing.
             typed = mm_token_type_ids is not None or inputs_embeds is not None or any_media
             seen = stream, types if typed else None, attention_mask, position_ids
-            with self._held(kv_cache, *seen) as sights:
-                return self._head(
-                    self._blocks(stream, sights, start, stop), with_logits, logits_to_keep
-                )
+            # The first call is the plain one to the bit; those after it cannot be.
+            product = product_of_few if kv_cache.length else F.linear
+            with self._held(kv_cache, *seen, product) as sights:
+                stream = self._blocks(stream, sights, start, stop)
+                return self._head(stream, with_logits, logits_to_keep, product)
         self.place.positions, self.place.goes_on = range(stream.shape[1]), False
         masks, turns = self._sight(stream, types, attention_mask, position_ids)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
@@ -672,12 +678,12 @@ class Gemma4(HookedRootModule):
         return block(stream, sight)
 
     def _head(
-        self, stream: Tensor, with_logits: bool, keep: int | None
+        self, stream: Tensor, with_logits: bool, keep: int | None, product: Product = F.linear
     ) -> Float[Tensor, "batch kept d_vocab"]:
         stream = self.ln_final(stream)
-        return (
-            self.unembed(stream if keep is None else stream[:, -keep:]) if with_logits else stream
-        )
+        if not with_logits:
+            return stream
+        return self.unembed(stream if keep is None else stream[:, -keep:], product)
 
     @contextmanager
     def _held(
@@ -687,6 +693,7 @@ class Gemma4(HookedRootModule):
         types: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | str | None,
+        product: Product,
     ) -> Iterator[dict[str, Sight]]:
         """What blocks see in a call on a cache, which counts once it is over."""
         batch, pos, _ = stream.shape
@@ -711,7 +718,7 @@ class Gemma4(HookedRootModule):
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         self.place.positions, self.place.goes_on = range(past, total), True
         try:
-            yield {kind: Sight(masks[kind], turns[kind], lent, kv) for kind in masks}
+            yield {kind: Sight(masks[kind], turns[kind], lent, kv, product) for kind in masks}
         except BaseException:
             kv.forget()
             raise
@@ -762,9 +769,11 @@ class Gemma4(HookedRootModule):
         positions = self._position_ids(position_ids, padding, pos, stream.device)
         return masks, self._rotary(positions, stream)
 
-    def unembed(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_vocab"]:
+    def unembed(
+        self, x: Float[Tensor, "*axes d_model"], product: Product = F.linear
+    ) -> Float[Tensor, "*axes d_vocab"]:
         """The head and its softcap, in the logits' own dtype."""
-        raw = self.hook_logits_raw(F.linear(x, self.unembedding))
+        raw = self.hook_logits_raw(product(x, self.unembedding))
         cap = partial(softcap, cap=self.cfg.output_logits_soft_cap)
         # The caller may change what is returned, and a listener may have kept it: whoever needs it now gets another.
         if not self.hook_logits.defer(cap, raw):

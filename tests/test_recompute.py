@@ -85,7 +85,7 @@ def test_a_cache_with_gradients_is_the_same_and_is_not_written_into_on_the_way_b
     model.gradient_checkpointing_enable()
     _, got = model.run_with_cache(ids, return_type="loss", incl_bwd=True, names_filter=None)
     assert set(got.keys()) == set(want.keys())
-    for name in want.keys():
+    for name in want:
         assert torch.equal(got[name], want[name]), name
     model.requires_grad_(True)
     loss, cache = model.run_with_cache(ids, return_type="loss")

@@ -1,0 +1,41 @@
+"""Products with a weight, spelled as a CPU computes them quickest; they round otherwise than `F.linear`.
+
+For runs that are equal to transformers' to rounding anyway: variants of a sweep, and decoding on a key/value cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+# A product of one row is cut into so many, which one call computes as a batch.
+PIECES = 8
+# Rows of a product from which the weight stays on the right in decoding.
+FEW = 4
+
+
+def product(x: Float[Tensor, "*rows i"], w: Float[Tensor, "o i"]) -> Float[Tensor, "*rows o"]:
+    """`x @ w.T`. On a CPU the weight stands on the left: 30 to 300 rows run 1.4 times as fast so."""
+    if x.is_cuda or not x.numel():
+        return F.linear(x, w)
+    return (w @ x.flatten(0, -2).T).T.unflatten(0, x.shape[:-1])
+
+
+def product_of_few(
+    x: Float[Tensor, "*rows i"], w: Float[Tensor, "o i"]
+) -> Float[Tensor, "*rows o"]:
+    """`x @ w.T` for the few rows of a decoding step.
+
+    In float32 on a CPU a product of one row is slower than reading its weight must be (10 GB/s of 25 here, for 512
+    inputs): as a batch of pieces it runs up to 2.4 times as fast, and two to four rows do with the weight on the left.
+    """
+    rows = x.shape[:-1].numel()
+    if x.is_cuda or x.dtype != torch.float32 or not 0 < rows <= FEW:
+        return F.linear(x, w)
+    if rows > 1 or len(w) % PIECES:
+        return product(x, w)
+    pieces = w.unflatten(0, (PIECES, -1))  # [piece o i]
+    column = x.reshape(1, -1, 1).expand(PIECES, -1, 1)
+    return torch.bmm(pieces, column).reshape(*x.shape[:-1], len(w))

@@ -1,0 +1,29 @@
+"""Products as a CPU computes them quickest are products."""
+
+import pytest
+import torch
+
+from lens_gemma4.products import FEW, PIECES, product, product_of_few
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out", [PIECES * 5, PIECES * 5 + 3, 1])
+@pytest.mark.parametrize("rows", [(1, 1), (1,), (2, 1), (FEW, 1), (1, FEW + 1), (3, 0), (2, 7)])
+def test_a_product_is_what_linear_gives(rows, out, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*rows, 11, generator=generator).to(dtype)
+    w = torch.randn(out, 11, generator=generator).to(dtype)
+    want = x.double() @ w.double().T
+    near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    for spelled in (product, product_of_few):
+        got = spelled(x, w)
+        assert got.shape == want.shape and got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, atol=near, rtol=0.01 if near > 1e-3 else 0)
+        assert not want.numel() or (spelled(x, w.flip(1)).double() - want).abs().max() > near
+
+
+def test_a_row_that_lies_apart_in_memory():
+    x, w = torch.randn(4, 9, 16)[:, 3:4], torch.randn(24, 16)
+    for row in x:
+        torch.testing.assert_close(product_of_few(row, w), row @ w.T)
+    torch.testing.assert_close(product_of_few(x.transpose(0, 1), w), x.transpose(0, 1) @ w.T)
