@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import io
 import math
 import numbers
 import urllib.parse
+import urllib.request
 import warnings
 import wave
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +35,7 @@ WIDE = (torch.uint16, torch.uint32, torch.uint64)  # with which torch can do lit
 MOST_CHANNELS = 8  # of sound; what has more is no recording
 LOUDEST = 2.0  # of floats, whose full scale is 1: resampling and mixing go beyond it by a little
 DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes of PIL with more than eight bits
+PATIENCE = 60  # seconds that a server has to answer
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the processor allows
 
 IsOne = Callable[[Any], bool]
@@ -58,7 +61,7 @@ def counts_by_text(given: Any, is_one: IsOne) -> list[int] | None:
     return [len(items_of(one, is_one)) for one in given]
 
 
-def budget(image_tokens: int | None) -> dict[str, int]:
+def budget(image_tokens: Any) -> dict[str, int]:
     """The processor's word for how many tokens an image may become.
 
     Raises:
@@ -224,11 +227,12 @@ def _fetched(address: str, name: str) -> bytes:
             )
         except binascii.Error as error:
             raise ValueError(f"{name} holds no base64: {error}") from error
-    import httpx  # which transformers brings
-
+    # Some servers answer nobody without a name.
+    asked = urllib.request.Request(address, headers={"User-Agent": "lens-gemma4"})
     try:
-        return httpx.get(address, follow_redirects=True).raise_for_status().content
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+            return bytes(answer.read())
+    except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"{name} could not be fetched: {error}") from error
 
 

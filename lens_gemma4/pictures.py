@@ -17,7 +17,7 @@ import base64
 import io
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float
@@ -103,7 +103,7 @@ def lens_grid(
     span: Span,
     lens: Lens,
     *,
-    layer: int | None = None,
+    layer: SupportsIndex | None = None,
     k: int = 1,
     value: str = "probability",
     token: int | None = None,
@@ -135,9 +135,8 @@ def lens_grid(
         raise ValueError(f"k is {k}; this lens kept the {known} likeliest tokens of each place")
     at = _read_at(lens, span)
     _check_labels(span, [lens.at_position(span.row, i) or "" for i in at], "lens")
-    layer = None if layer is None else operator.index(layer)
     grid = lens.grid(value, token)[:, span.row, at].cpu()  # [place token]
-    places = range(len(lens.places)) if layer is None else [lens.at(layer)]
+    places = range(len(lens.places)) if layer is None else [lens.at(operator.index(layer))]
     several_points = len({place.point for place in lens.places}) > 1
     of = "the first choice" if token is None else repr(lens.name(token))
     about = f"{value} of {of}" if value in ("probability", "rank") else f"{value}, nats"
@@ -169,9 +168,9 @@ def attention_over(
     image: Any,
     span: Span,
     cache: ActivationCache,
-    layer: int | Sequence[int] | None = None,
-    head: int | None = None,
-    position: int | str = "last",
+    layer: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    head: SupportsIndex | None = None,
+    position: SupportsIndex | str = "last",
     *,
     grey: bool = True,
 ) -> Any:
@@ -225,9 +224,9 @@ def attribution_over(
     span: Span,
     found: Attribution,
     *,
-    layer: int | None = None,
-    head: int | None = None,
-    pos: int = -1,
+    layer: SupportsIndex | None = None,
+    head: SupportsIndex | None = None,
+    pos: SupportsIndex = -1,
     grey: bool = True,
 ) -> Any:
     """What each patch gave to a target, as a map over the picture.
@@ -290,7 +289,9 @@ def attribution_over(
     return over_picture(image, span, given, unit=found.target, title=title, grey=grey)
 
 
-def ablation_over(image: Any, span: Span, result: SweepResult, *, grey: bool = True) -> Any:
+def ablation_over(
+    image: Any, span: Span, result: SweepResult | Mapping[str, SweepResult], *, grey: bool = True
+) -> Any:
     """What each patch's ablation does to a metric in the span's prompt, as a map over the picture.
 
     Args:
@@ -563,14 +564,14 @@ def _blocks(layer: Any) -> list[int]:
     return blocks
 
 
-def _one_of(number: int, n: int, what: str, there: str) -> int:
+def _one_of(number: SupportsIndex, n: int, what: str, there: str) -> int:
     """A number that may count from the end, from 0."""
     if not -n <= operator.index(number) < n:
         raise ValueError(f"{what} is {number}; {there} 0 to {n - 1}")
     return operator.index(number) % n
 
 
-def _query(cache: ActivationCache, span: Span, position: int | str, pos: int) -> int:
+def _query(cache: ActivationCache, span: Span, position: SupportsIndex | str, pos: int) -> int:
     """A position's number in the padded row."""
     _within(span, pos)
     if isinstance(position, str):
