@@ -263,6 +263,8 @@ class HookedModel(TextInputs, Gemma4):
             prepend_bos = False  # it stands at the front, among what is held
         media = {"images": images, "videos": videos, "audio": audio, "image_tokens": image_tokens}
         if input is not None and isinstance(input, Mapping):
+            if "role" in input:
+                raise ValueError("this is one message: a conversation is a list of them, [message]")
             beside = {**inputs, **media, "input_ids": input_ids, "image_features": image_features}
             prepared = self.prepare(start_at_layer=start_at_layer, **_merge(input, beside))
             prepared.sizes |= getattr(input, "sizes", {})
@@ -602,13 +604,16 @@ class HookedModel(TextInputs, Gemma4):
         """Images as rows of the stream, to be used again: `model(text, image_features=...)` gives what the pixels give.
 
         To the bit, where the same images were embedded together as the pixels of a call would be; else to rounding. They
-        are what `vision.hook_image_features` leaves, so that hooks there act here, and again where they are used.
+        are what `vision.hook_image_features` leaves, so that hooks there act here, and again where they are used. Gradients
+        end here: for those of pixels run the model on the images.
 
         Args:
             image: one image or a list, in any form that `images=` takes.
             image_tokens: as in `encode_inputs`.
         Returns:
             For one image its `ImageFeatures`, for a list a list.
+        Raises:
+            ValueError: no image, or what `encode_inputs` refuses.
 
         >>> from PIL import Image
         >>> model = HookedModel.from_pretrained("tiny")
@@ -619,6 +624,8 @@ class HookedModel(TextInputs, Gemma4):
         True
         """
         pictures = items_of(image, never)
+        if not pictures:
+            raise ValueError("there is no image to embed: give one, or a list of them")
         tensors = self.prepare(
             self.image_token * len(pictures), images=pictures, image_tokens=image_tokens
         )

@@ -133,7 +133,7 @@ class Lens(Readings):
             if place.layer == number and point in (None, place.point):
                 return i
         raise ValueError(
-            f"{point or 'no point'} of block {layer} was not read; read were: {', '.join(map(str, self.places))}"
+            f"{f'{point} of ' if point else ''}block {layer} was not read; read were: {', '.join(map(str, self.places))}"
         )
 
     def top(

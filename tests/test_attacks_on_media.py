@@ -441,6 +441,8 @@ def test_chat_parts_that_are_none_are_named(folder):
     with pytest.raises(ValueError, match="is ImageFeatures: give it by image_features="):
         part = {"type": "image", "image": model.embed_image(picture(60, 40))}
         model.prepare([turn("user", part)])
+    with pytest.raises(ValueError, match=r"is one message: a conversation is a list of them"):
+        model.prepare(turn("user", part))
 
 
 def test_a_checkpoint_of_text_says_that_it_takes_no_media(tmp_path):
@@ -652,6 +654,12 @@ def test_spans_follow_ids_that_are_written_into(model):
     assert torch.equal(after.positions, before.positions - 1)
 
 
+def test_no_image_has_no_features(model):
+    for none in (None, []):
+        with pytest.raises(ValueError, match="there is no image to embed"):
+            model.embed_image(none)
+
+
 def test_features_without_places_are_refused(model):
     embedded = model.embed_image(picture(96, 60), **SMALL)
     cut = copy.copy(embedded)
@@ -719,6 +727,7 @@ def test_what_a_figure_is_asked_for_is_checked(model):
         ),
         (lambda: attribution_over(shown, span, found, layer=99), "layer is 99; there are blocks"),
         (lambda: attribution_over(shown, span, found, pos=7), "pos is 7; it was asked"),
+        (lambda: lens_grid(shown, span, lens, layer=99), "^block 99 was not read"),
         (lambda: ablation_over(shown, span, results), r"results of 2 metrics: .*result\['one'\]"),
     ):
         with pytest.raises(ValueError, match=message):
