@@ -422,8 +422,16 @@ def _attached(added: list[Added]) -> Iterator[None]:
             point.live = True
         yield
     finally:
-        for point, handle, _ in added:
-            point.remove(handle)
+        try:
+            _take_off(added)
+        except BaseException:  # an interrupt may come here as well
+            _take_off(added)
+            raise
+
+
+def _take_off(added: list[Added]) -> None:
+    for point, handle, _ in added:
+        point.remove(handle)
 
 
 class Record:

@@ -19,7 +19,14 @@ from PIL import Image
 from small import WINDOW, hooked, text_inputs
 from torch import Tensor
 
-from lens_gemma4 import ActivationCache, HookedConfig, HookedModel, HookNameError, KVCache
+from lens_gemma4 import (
+    ActivationCache,
+    HookedConfig,
+    HookedModel,
+    HookNameError,
+    HookPoint,
+    KVCache,
+)
 from lens_gemma4.check import load_reference
 from lens_gemma4.utils import lm_cross_entropy_loss
 
@@ -819,6 +826,22 @@ def test_no_hook_is_left_after_an_interrupt(error, n):
     assert torch.is_grad_enabled() and not model._depth
     assert kv.length == (0 if n == 1 else 9 + n - 2)  # whole steps, and no half of one
     model.generate(ids, 3)  # and it goes on working
+
+
+@pytest.mark.parametrize("nth", [1, 2, 7])
+def test_an_interrupt_while_hooks_are_taken_off_leaves_none(monkeypatch, nth):
+    model = hooked()
+    remove, calls = HookPoint.remove, itertools.count(1)
+
+    def interrupted(point: HookPoint, handle: Any) -> None:
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        remove(point, handle)
+
+    monkeypatch.setattr(HookPoint, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(text_inputs(1, 9), 5, fwd_hooks=[("blocks.*.hook_resid_post", push(1.0))])
+    assert not model.list_hooks()
 
 
 def test_what_was_written_before_an_interrupt_can_be_gone_on_from():
