@@ -125,13 +125,16 @@ def test_both_ways(window, padding):
 def test_prompts_that_differ_in_one_batch(window):
     """Padding and images of their own; equal ones share a call, and the order stays."""
     pos = 83
-    padding = torch.cat([padding_of(PADDING[name], pos) for name in ("left", "none", "left")])
-    images = torch.cat([images_of(spans, pos) for spans in ([(9, 58)], [(3, 6)], [(9, 58)])])
+    padding = torch.cat(
+        [padding_of(PADDING[name], pos) for name in ("left", "none", "none", "left")]
+    )
+    spans = [(9, 58)], [(3, 6)], [(3, 6)], [(9, 58)]
+    images = torch.cat([images_of(one, pos) for one in spans])
     rule = Rule(window, padding=padding, images=images)
-    assert len(set(prompts(mask_of(rule, pos, 3), 3))) == 2
-    assert off(rule, pos, batch=3) <= 1e-12
-    swapped = replace(rule, padding=padding[[1, 0, 2]], images=images[[1, 0, 2]])
-    assert off(rule, pos, batch=3, wrong=swapped) > 1e-3
+    assert len(set(prompts(mask_of(rule, pos, 4), 4))) == 2
+    assert off(rule, pos, batch=4) <= 1e-12
+    swapped = replace(rule, padding=padding[[1, 0, 2, 3]], images=images[[1, 0, 2, 3]])
+    assert off(rule, pos, batch=4, wrong=swapped) > 1e-3
 
 
 @st.composite
@@ -248,6 +251,29 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     assert not z[:, :, :40].any() and z[:, :, 40:].any()
     z.sum().backward()
     assert q.grad.isfinite().all() and not q.grad[:, :, :40].any()
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+def test_kernels_that_make_nan_of_a_query_that_sees_nothing_do_no_harm(window, monkeypatch):
+    def plain(q, k, v, attn_mask=None, scale=1.0, is_causal=False):
+        scores = q @ k.mT
+        if is_causal:
+            attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    pos = 60
+    mask = mask_of(Rule(window, padding=padding_of([(0, 40), (41, 43)], pos)), pos)
+    q, k, v = tensors(1, pos, pos, 1, 2)
+    want = dense(q, k, v, mask)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+    assert plain(q, k, v, attn_mask=mask.seen()).isnan().any()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    z = local_attention(*inputs, mask)
+    assert (z - want).abs().max() <= 1e-12
+    z.sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)
 
 
 # -- nothing of the whole's size --------------------------------------------------------------------------
