@@ -99,27 +99,49 @@ def ratios(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Spread]:
-    """Each call's time over `base`'s in the same round.
+    """Each call's time over `base`'s in the same round."""
+    times = in_turns({name: stopwatch(call, clock) for name, call in calls.items()}, rounds)
+    return {name: spread(times[name], times[base]) for name in calls}
 
-    Calls take turns within a round, each round beginning with another, so that a slow moment of the machine
-    hits all alike. Each is made once untimed just before it is timed: what it needs of memory may have gone back to
-    the system in other calls' turns, and bringing it back says nothing of the call (on a virtual machine it cost
-    up to 0.3 of a forward at 1,024 tokens, to whichever large call came first).
+
+def stopwatch(
+    call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter, warm: bool = True
+) -> Callable[[], float]:
+    """A function that makes the call and returns its seconds.
+
+    A `warm` one makes it once untimed just before: what it needs of memory may have gone back to the system in other calls'
+    turns, and bringing it back says nothing of the call (on a virtual machine it cost up to 0.3 of a forward at 1,024
+    tokens, to whichever large call came first).
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
+
+    def run() -> float:
+        if warm:
+            call()
+        begin = clock()
+        kept = call()
+        seconds = clock() - begin
+        del kept
+        return seconds
+
+    return run
+
+
+def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, round by round.
+
+    They take turns within a round, each round beginning with another, so that a slow moment of the machine hits all alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            calls[name]()
-            begin = clock()
-            kept = calls[name]()
-            times[name].append(clock() - begin)
-            del kept
-    return {name: _spread(times[name], times[base]) for name in names}
+            times[name].append(timers[name]())
+    return times
 
 
-def _spread(times: list[float], base: list[float]) -> Spread:
+def spread(times: list[float], base: list[float]) -> Spread:
+    """Quartiles of the ratios, round by round."""
     each = [a / b for a, b in zip(times, base, strict=True)]
     return Spread(*statistics.quantiles(each, n=4)) if len(each) > 1 else Spread(*each * 3)
 

@@ -135,8 +135,8 @@ def lean_loop(shape: dict[str, Any]) -> Way:
     return hook_loop(model, last_logits)
 
 
-def transformer_lens(shape: dict[str, Any]) -> Way:
-    """Its own patching functions are such a loop too, and compute the logits of every position."""
+def bridge(shape: dict[str, Any]) -> Any:
+    """TransformerLens's model of a random one."""
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources.transformers import helpers
     from transformers import AutoTokenizer
@@ -154,6 +154,12 @@ def transformer_lens(shape: dict[str, Any]) -> Way:
     whole.set_attn_implementation(
         "sdpa"
     )  # booting chose "eager", for patterns that are not read here
+    return model
+
+
+def transformer_lens(shape: dict[str, Any]) -> Way:
+    """Its own patching functions are such a loop too, and compute the logits of every position."""
+    model = bridge(shape)
     keep = {"use_cache": False, "logits_to_keep": 1}
     return hook_loop(
         model, lambda ids, hooks: model.run_with_hooks(ids, fwd_hooks=hooks, **keep)[:, -1]
