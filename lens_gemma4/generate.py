@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,7 +108,8 @@ def generate(
     eos = _eos_ids(model.cfg, config)
     rows = Rows(tensors, max_new_tokens, _pad_id(model.cfg, config, eos))
     runs = max(max_new_tokens - 1, 0) + (return_cache and max_new_tokens > 0)  # after the prefill
-    _check_room(model.cfg, rows.prompt + (kv.length if kv is not None else 0), runs)
+    held = 0 if kv is None else kv.length
+    _check_room(model.cfg, held + rows.prompt, runs, max_new_tokens)
     hooked = Hooked(model, fwd_hooks, prefill_hooks, decode_hooks, decodes=runs > 0)
     stops = Stops(stop, eos if stop_at_eos else (), model.cfg.d_vocab)
     generation = Generation(
@@ -233,6 +234,7 @@ class Generation:
         texts: of each row's new tokens, where somebody reads them on the way.
         kv: what has run; None runs the whole text in every step.
         record: keeps activations.
+        inference: whether it was asked for in torch's inference mode, in which a stream then goes on wherever it is read.
     """
 
     model: HookedModel
@@ -247,6 +249,7 @@ class Generation:
     generator: torch.Generator | None
     max_new_tokens: int
     check_finite: bool = False
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     _seen: Tensor | None = None  # [batch d_vocab], tokens that a penalty counts
     _logits: Tensor | None = None  # [batch d_vocab], after the last position
 
@@ -256,7 +259,8 @@ class Generation:
         while self.rows.n_new < self.max_new_tokens and not self.rows.over:
             if self.rows.n_new:
                 self._decode()
-            new = self._choose()
+            with torch.inference_mode(self.inference):
+                new = self._choose()
             yield new
         if self.record is not None and self.rows.n_new:
             self._decode()  # what was chosen last has not run
@@ -295,7 +299,7 @@ class Generation:
     def _run(self, tensors: Mapping[str, Any], hooks: list[Added]) -> None:
         """One call of the network, hooked for its length."""
         model, kept = self.model, [] if self.record is None else self.record.listeners()
-        with torch.no_grad(), _attached([*hooks, *kept]):
+        with torch.inference_mode(self.inference), torch.no_grad(), _attached([*hooks, *kept]):
             # A listener is shown every position's logits.
             shown = model.hook_logits.live or model.hook_logits_raw.live
             logits = model._awaiting(
@@ -320,7 +324,7 @@ class Generation:
         """The whole text so far as one call."""
         ids = self.rows.written()
         known = self.rows.known
-        tensors = {**self.tensors, "position_ids": "mask"}
+        tensors = dict(self.tensors)
         tensors["input_ids"] = torch.cat((ids[:, :known], self._readable(ids[:, known:])), 1)
         tensors["attention_mask"] = self.rows.whole_mask().long()
         types = tensors.get("mm_token_type_ids")
@@ -557,6 +561,7 @@ def _prompt(
         raise ValueError(
             "use_kv_cache=False runs the ids of the whole text again, and inputs_embeds have none"
         )
+    tensors["position_ids"] = "mask"  # real tokens are counted, with a cache and without
     mask = tensors.get("attention_mask")
     if mask is None:
         return tensors
@@ -587,14 +592,14 @@ def _refuse(mask: Tensor, pos: int) -> None:
     )
 
 
-def _check_room(cfg: HookedConfig, prompt: int, runs: int) -> None:
-    if prompt + runs > cfg.n_ctx:
-        raise ValueError(
-            f"the prompt has {prompt} tokens and {runs} more would be run after it; this model has {cfg.n_ctx} positions. Ask "
-            f"for fewer max_new_tokens ({cfg.n_ctx - prompt} less than it can run are left)"
-            if prompt <= cfg.n_ctx
-            else f"the prompt has {prompt} tokens; this model has {cfg.n_ctx} positions"
-        )
+def _check_room(cfg: HookedConfig, prompt: int, runs: int, max_new_tokens: int) -> None:
+    over = prompt + runs - cfg.n_ctx
+    if over <= 0:
+        return
+    told = f"the prompt has {prompt} tokens; this model has {cfg.n_ctx} positions"
+    if prompt <= cfg.n_ctx:
+        told += f", and {runs} more are to run after it. max_new_tokens may be {max_new_tokens - over} at most"
+    raise ValueError(told)
 
 
 def _generation_config(folder: Path | None) -> dict[str, Any]:

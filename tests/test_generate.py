@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
 import itertools
 import json
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from lens_gemma4 import (
     KVCache,
 )
 from lens_gemma4.check import load_reference
+from lens_gemma4.generate import _check_options
 from lens_gemma4.utils import lm_cross_entropy_loss
 
 TINY = Path(__file__).parent.parent / "weights" / "tiny"
@@ -594,6 +597,49 @@ def test_attribution_reads_it(tiny_model):
     assert parts.shape[2] == len(cache["token_labels"][0])
 
 
+def drawn(seed: int) -> tuple[HookedModel, dict[str, Any], dict[str, Any]]:
+    """A model, prompts and settings, anyhow."""
+    rng = random.Random(seed)
+    kind = rng.choice(CAUSAL)
+    model = hooked(kind)
+    model.set_attn_implementation(rng.choice(["sdpa", "eager", "local"]))
+    if kind.startswith("wrapper") and rng.random() < 0.5:
+        inputs = small.media_inputs(dtype=torch.float64)
+    else:
+        inputs = text_inputs(rng.choice([1, 2, 3]), rng.randint(1, 3 * WINDOW), seed)
+        if rng.random() < 0.6:
+            mask = torch.ones_like(inputs["input_ids"])
+            for row in mask[1:]:
+                row[: rng.randrange(len(row))] = 0
+            inputs["attention_mask"] = mask
+    options: dict[str, Any] = {"repetition_penalty": rng.choice([0.8, 1.0, 1.3])}
+    if rng.random() < 0.5:
+        options |= {"do_sample": True, "seed": seed, "temperature": rng.choice([0.7, 2.0])}
+        options |= {"top_k": rng.randint(1, 30), "top_p": rng.random()}
+    if rng.random() < 0.6:
+        options["stop"] = rng.sample(range(101), rng.randint(1, 20))
+    if rng.random() < 0.5:
+        at = rng.sample(range(30), rng.randint(1, 30))
+        point = f"blocks.{rng.randrange(model.cfg.n_layers)}.hook_resid_post"
+        options["fwd_hooks"] = [(point, push(2.0, at))]
+    return model, inputs, options | {"max_new_tokens": rng.randint(0, 3 * WINDOW)}
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 200))]
+)
+def test_drawn_cases_are_the_same_with_a_cache_and_without(seed):
+    """Tokens, and every value of every point."""
+    model, inputs, options = drawn(seed)
+    got, cache = model.generate(inputs, return_cache=True, **options)
+    want, whole = model.generate(inputs, return_cache=True, use_kv_cache=False, **options)
+    assert torch.equal(got, want)
+    real = cache["attention_mask"].bool()
+    assert torch.equal(real, whole["attention_mask"].bool())
+    assert_is_one_run(cache, whole, real)
+    assert not model.list_hooks()
+
+
 # -- text -----------------------------------------------------------------------------------------------
 
 
@@ -772,6 +818,20 @@ def test_between_two_pieces_nothing_is_hooked_and_gradients_are_as_they_were(tin
     assert len(pieces) > 1
 
 
+def test_a_stream_of_inference_mode_may_be_read_outside_and_the_other_way_round(tiny_model):
+    want = list(tiny_model.generate_stream(PROMPTS[2], 5))
+    with torch.inference_mode():
+        stream, pieces = tiny_model.generate_stream(PROMPTS[2], 5), []
+        pieces.append(next(stream))
+    assert pieces + list(stream) == want
+    stream = tiny_model.generate_stream(PROMPTS[2], 5)
+    pieces = [next(stream)]
+    with torch.inference_mode():
+        pieces += list(stream)
+        assert torch.is_inference_mode_enabled()
+    assert pieces == want
+
+
 @pytest.mark.parametrize("end", ["closed", "collected", "error", "interrupt"])
 def test_a_stream_may_be_left_at_any_piece(tiny_model, end):
     def run() -> None:
@@ -944,15 +1004,16 @@ def test_a_prompt_may_reach_the_last_position():
         n_ctx + 1,
     )  # what follows the last position does not run
     assert model.generate(ids[:, :-3], 4, stop_at_eos=False).shape == (1, n_ctx + 1)
-    with pytest.raises(ValueError, match=f"{n_ctx - 3} tokens and 4 more.*has {n_ctx} positions"):
+    told = f"has {n_ctx - 3} tokens; this model has {n_ctx} positions, and 4 more.*may be 4 at most"
+    with pytest.raises(ValueError, match=told):
         model.generate(ids[:, :-3], 5)
-    with pytest.raises(ValueError, match="1 more"):
+    with pytest.raises(ValueError, match="may be 0 at most"):
         model.generate(ids, 1, return_cache=True)
-    with pytest.raises(ValueError, match=f"has {n_ctx} positions"):
+    with pytest.raises(ValueError, match=f"{n_ctx + 1} tokens; this model has {n_ctx} positions$"):
         model.generate(text_inputs(1, n_ctx + 1), 1)
     kv = KVCache(model.cfg)
     model(ids[:, :-2], kv_cache=kv)
-    with pytest.raises(ValueError, match=f"has {n_ctx} positions"):
+    with pytest.raises(ValueError, match="may be 1 at most"):
         model.generate(ids[:, :2], 2, kv_cache=kv)
 
 
@@ -990,6 +1051,21 @@ def test_what_it_does_not_take_says_what_to_do(tiny_model, options, error, match
     with pytest.raises(error, match=match):
         tiny_model.generate(PROMPTS[0], **options)
     assert not tiny_model.list_hooks()
+
+
+def test_another_return_type_is_refused():
+    with pytest.raises(ValueError, match='"input", "text" or "tokens"'):
+        _check_options(3, "logits", False, False, None, None)
+    _check_options(3, "tokens", False, False, None, None)
+
+
+def test_the_examples_run():
+    ran = doctest.DocTestRunner()
+    for example in doctest.DocTestFinder().find(
+        HookedModel.generate, globs={"HookedModel": HookedModel}
+    ):
+        ran.run(example)
+    assert ran.tries >= 3 and not ran.failures
 
 
 def test_a_cache_and_no_cache_are_not_both_wanted(tiny_model):
