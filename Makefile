@@ -57,6 +57,7 @@ bench: setup
 	$(BIN)/python benchmarks/forward.py -o benchmarks/results/forward.txt
 	$(BIN)/python benchmarks/lens.py $(if $(NNTERP_PYTHON),--nnterp-python $(NNTERP_PYTHON)) -o benchmarks/results/lens.txt
 	$(BIN)/python benchmarks/sweep.py $(PEERS) --tokens 32 -o benchmarks/results/sweep.txt
+	$(BIN)/python benchmarks/long.py -o benchmarks/results/long.txt
 	$(BIN)/python benchmarks/sweep.py $(PEERS) --tokens 128 512 --rounds 1 --sample 16 --grow -o benchmarks/results/sweep_long.txt
 
 # A machine with a card often has its own python with torch and no network: without a .venv that one is used.
