@@ -98,7 +98,7 @@ class Sampling:
         """One token for each row; a draw takes its randomness from `generator` alone.
 
         Raises:
-            ValueError: NaN among the logits that are drawn from.
+            RuntimeError: NaN among the logits that are drawn from.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = self.scores(logits, seen)

@@ -166,6 +166,13 @@ def test_draws_follow_the_distribution(settings):
     assert strangeness(counts, other) > 2.5
 
 
+def test_nothing_is_drawn_from_numbers_that_are_none():
+    given = logits()
+    given[0, 3] = torch.nan
+    with pytest.raises(RuntimeError, match="nan"):
+        Sampling(do_sample=True).choose(given)
+
+
 def test_the_same_seed_draws_the_same_and_no_seed_draws_anew():
     assert torch.equal(draws(50, seed=7), draws(50, seed=7))
     assert not torch.equal(draws(50, seed=7), draws(50, seed=8))
