@@ -199,7 +199,10 @@ def picture_units(model: HookedModel, tensors: Mapping[str, Any], kind: str) -> 
     """
     pictures = _images(model, tensors)
     if not pictures:
-        raise ValueError(f"units is {kind!r}; the prompts hold no image")
+        raise ValueError(
+            f"units is {kind!r}; the prompts hold no image, and frames and sound are no units of their own: change their rows "
+            "by units='resid_pre', layers=0, positions=span.positions"
+        )
     ids = tensors["input_ids"]
     where: dict[tuple[int, ...], Tensor] = {}
     for span in pictures:

@@ -365,7 +365,7 @@ def clip_of(value: Any) -> Any:
     if rate != SAMPLE_RATE:
         raise ValueError(
             f"{name} is at {rate} Hz; the model hears {SAMPLE_RATE} Hz: "
-            f"torchaudio.functional.resample(clip, {rate}, {SAMPLE_RATE})"
+            f"torchaudio.functional.resample(clip, {rate}, {SAMPLE_RATE}), of a package of its own"
         )
     if not bool(samples.isfinite().all()):
         raise ValueError(f"{name} holds samples that are no finite numbers")

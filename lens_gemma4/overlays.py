@@ -94,6 +94,7 @@ def overlay(
             customdata=_field_texts(ground.names, layer.told),
             hovertemplate="%{customdata}<br>%{z:.4g}<extra></extra>",
             colorscale=DIVERGING if centred else "Blues",
+            colorbar={"exponentformat": "e"},
             zmin=low,
             zmax=high,
             opacity=OVER if ground.picture else 1,

@@ -207,12 +207,13 @@ def attention_over(
         head = None if head is None else _one_of(head, heads, "head", f"block {block} has heads")
         query = _query(cache, span, position, pos)
         _check_labels(span, _labels_at(span, cache), "run")
+        asked = f"position {query}{_token_at(cache, span, query)}"
         rows = pattern[:, query, span.positions.to(pattern.device)].float().cpu()  # [head token]
         seen = rows.mean(0) if head is None else rows[head]
         who = f"mean of {heads} heads" if head is None else f"head {head}"
         layers[str(block)] = Layer(
             _field(span, seen).tolist(),
-            f"Block {block}, {who}: position {query} gives {seen.sum():.1%} of its attention to {span.name}",
+            f"Block {block}, {who}: {asked} gives {seen.sum():.1%} of its attention to {span.name}",
             limits=(0.0, seen.max().item() or 1.0),
         )
     ground = _ground(image, span, grey)
@@ -337,7 +338,7 @@ def ablation_over(
         span,
         given,
         unit=f"change of {result.metric}",
-        title=f"Without each patch of {span.name}: {result.metric} moves from {base:.4g} by ...",
+        title=f"{result.metric} is {base:.4g}; how it changes without each patch of {span.name}",
         grey=grey,
     )
 
@@ -597,6 +598,15 @@ def _labels_at(span: Span, cache: ActivationCache) -> list[str]:
     if labels is None:
         return span.labels()
     return _at(labels[span.row] if cache.has_batch_dim else labels, span)
+
+
+def _token_at(cache: ActivationCache, span: Span, position: int) -> str:
+    """ " (' is')", where the run's tokens are known."""
+    if "token_labels" not in cache.derived:
+        return ""
+    labels = cache["token_labels"]
+    label = (labels[span.row] if cache.has_batch_dim else labels)[position]
+    return "" if label == str(position) else f" ({label!r})"
 
 
 def _check_labels(span: Span, found: Sequence[str], what: str) -> None:

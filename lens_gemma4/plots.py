@@ -25,6 +25,7 @@ SIDE = 640  # pixels a heatmap may be wide before its columns narrow
 CELL = 34
 WRITTEN_CELL = 72  # pixels of a column in whose cells a word stands
 MARGIN = 90
+LETTER = 17  # pixels that a label on an axis is high
 BROWSERS = "chromium chromium-browser google-chrome google-chrome-stable chrome msedge".split()
 SECONDS = 60  # that a browser may take for one figure
 
@@ -95,7 +96,7 @@ def heatmap(
             for i, row in enumerate(rows)
         ],
         hovertemplate="%{customdata}: %{z:.4f}<extra></extra>",
-        colorbar={"title": {"text": safe(unit)}},
+        colorbar={"title": {"text": safe(unit)}, "exponentformat": "e"},
         xgap=1,
         ygap=1,
         **colours,
@@ -105,9 +106,10 @@ def heatmap(
         trace.update(text=[[safe(text) for text in row] for row in cells], texttemplate="%{text}")
         cell = WRITTEN_CELL
     figure = go.Figure(trace)
-    figure.update_xaxes(**_ticks(columns, column_title))
+    wide = min(SIDE, cell * len(columns))
+    figure.update_xaxes(**_ticks(columns, column_title, wide))
     figure.update_yaxes(**_ticks(rows, row_title), autorange="reversed")
-    width = min(SIDE, cell * len(columns)) + 2 * MARGIN
+    width = wide + 2 * MARGIN
     return laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
 
 
@@ -224,11 +226,13 @@ def scatter(
     return laid_out(figure, height=SIDE, width=SIDE + MARGIN)
 
 
-def _ticks(labels: Sequence[str], title: str) -> dict[str, Any]:
-    places = list(range(len(labels)))
+def _ticks(labels: Sequence[str], title: str, room: int | None = None) -> dict[str, Any]:
+    """Labels of the places; so many of them, evenly, as have room in so many pixels."""
+    step = 1 if room is None else -(-len(labels) * LETTER // max(room, 1))
+    places = list(range(0, len(labels), max(step, 1)))
     return {
         "tickvals": places,
-        "ticktext": [safe(label) for label in labels],
+        "ticktext": [safe(labels[i]) for i in places],
         "title": {"text": safe(title)},
     }
 

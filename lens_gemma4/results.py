@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,14 +147,30 @@ class SweepResult:
         return out
 
     def top(self, k: int = 10) -> list[tuple[str, float]]:
-        """The k largest mean effects, whichever their sign; those that are no number come last."""
+        """The k largest mean effects, whichever their sign; those that are no number come last.
+
+        Of a variant at a position of one prompt's image, the name tells the patch too: "2_resid_pre @ 64 image[0] (3, 2)".
+        """
         if k < 0:
             raise ValueError(f"k is {k}; it is how many")
-        named = zip(self.names, self.mean().tolist(), strict=True)
+        named = zip(self._told(), self.mean().tolist(), strict=True)
         return sorted(named, key=lambda one: (math.isnan(one[1]), -abs(one[1])))[:k]
 
+    def _told(self) -> list[str]:
+        """Names of the variants, with the patch that a position is."""
+        if self.tokens is None or len(self.tokens) > 1:
+            return self.names
+        patch = [re.fullmatch(r"(image|frame|audio)\[\d+\] .+", token) for token in self.tokens[0]]
+        return [
+            f"{name} {self.tokens[0][at['pos']]}" if "pos" in at and patch[at["pos"]] else name
+            for name, at in zip(self.names, self.at, strict=True)
+        ]
+
     def to_dataframe(self) -> Any:
-        """A pandas row for each variant and prompt: `variant`, the axes, `prompt value baseline effect`."""
+        """A pandas row for each variant and prompt: `variant`, the axes, `prompt value baseline effect`.
+
+        Where variants are told apart by position, `token` is the prompt's token there, "image[0] (3, 2)" a patch.
+        """
         import pandas as pd
 
         n, batch = self.values.shape
@@ -163,6 +180,10 @@ class SweepResult:
                 each = [at.get(axis) for at in self.at for _ in range(batch)]
                 columns[axis] = pd.array(each, dtype="Int64")
         columns["prompt"] = list(range(batch)) * n
+        if self.tokens is not None and any("pos" in at for at in self.at):
+            columns["token"] = [
+                row[at["pos"]] if "pos" in at else None for at in self.at for row in self.tokens
+            ]
         columns["value"] = self.values.flatten().cpu().numpy()
         columns["baseline"] = self.baseline.expand(n, batch).flatten().cpu().numpy()
         columns["effect"] = self.effect.flatten().cpu().numpy()
@@ -180,6 +201,9 @@ class SweepResult:
         if grid.ndim == 1:
             best = self.top(k)
             return plots.bars([value for _, value in best], [name for name, _ in best], unit=unit)
+        if list(axes)[-2:] == ["x", "y"]:  # rows of a picture go down
+            grid = grid.transpose(-1, -2)
+            axes = {axis: axes[axis] for axis in [*list(axes)[:-2], "y", "x"]}
         *outer, last = axes
         rows = list(itertools.product(*(axes[axis] for axis in outer)))
         words = ["block" if axis == "layer" else axis for axis in outer]

@@ -24,7 +24,7 @@ Size = tuple[int, int]  # width and height in pixels
 Box = Sequence[float | int]  # left, top, right, bottom in pixels
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Span:
     """One image, video frame or clip of sound in a prompt.
 
@@ -55,6 +55,12 @@ class Span:
     def __len__(self) -> int:
         """Tokens."""
         return len(self.positions)
+
+    def __repr__(self) -> str:
+        first, last = int(self.positions[0]), int(self.positions[-1])
+        shape = "" if self.grid is None else f", {self.shape[0]} x {self.shape[1]} patches"
+        size = "" if self.size is None else f" of {self.size[0]} x {self.size[1]} pixels"
+        return f"Span({self.name} of prompt {self.row}: positions {first} to {last}{shape}{size})"
 
     @property
     def name(self) -> str:
@@ -136,7 +142,7 @@ class Span:
         return known
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImageFeatures:
     """An image as the embedder leaves it, to be used in place of the image: `model(text, image_features=...)`.
 
@@ -153,6 +159,10 @@ class ImageFeatures:
     def __len__(self) -> int:
         """Tokens."""
         return len(self.features)
+
+    def __repr__(self) -> str:
+        size = "" if self.size is None else f" of {self.size[0]} x {self.size[1]} pixels"
+        return f"ImageFeatures({len(self)} patches{size})"
 
 
 def together(items: Sequence[Any], device: torch.device) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from lens_gemma4.pictures import (
     over_picture,
     save_png,
 )
+from lens_gemma4.spans import ImageFeatures
 
 
 def drawn(width: int = 360, height: int = 240) -> Image.Image:
@@ -62,7 +63,11 @@ def figures(model: HookedModel, picture: Image.Image) -> Iterator[tuple[str, Any
         yield f"attribution_by_{by}", attribution_over(picture, span, found)
     effects = ablate(model, inputs, logit_difference(answer, versus), units="patches")
     yield "ablation", ablation_over(picture, span, effects)
-    few = model.prepare(prompt, images=[picture.resize((300, 20))], image_tokens=70)
+    # A corner of the picture: no whole one is shorter than this checkpoint's window.
+    whole = model.embed_image(picture, image_tokens=70)
+    corner = (whole.grid < torch.tensor([4, 3], device=whole.grid.device)).all(1)
+    short = ImageFeatures(whole.features[corner], whole.grid[corner])
+    few = model.prepare(prompt, image_features=short)
     for name, prepared in (("long", inputs), ("short", few)):
         for layer in (0, 3):
             yield f"mask_{name}_block_{layer}", mask_picture(model, prepared, layer)

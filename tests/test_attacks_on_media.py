@@ -28,6 +28,7 @@ from lens_gemma4 import (
     forms,
     logit,
     patch,
+    plots,
     top_k,
 )
 from lens_gemma4.changes import region
@@ -732,3 +733,52 @@ def test_what_a_figure_is_asked_for_is_checked(model):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_maps_of_pictures_are_drawn_as_pictures_are(model):
+    inputs = model.prepare(f"a {IMAGE} b", images=picture(200, 90), **SMALL)
+    (span,) = inputs.spans
+    columns, rows = span.shape
+    found = ablate(model, inputs, ASK, units="patches")
+    drawn = np.array([list(row) for row in found.plot().data[0].z])
+    assert drawn.shape == (rows, columns) and columns > rows
+    x, y = span.grid.unbind(1)
+    assert np.array_equal(drawn[y, x], found.mean().numpy())
+    assert found.grid().shape == (1, columns, rows)  # by its axes, as ever
+    each = ablate(model, inputs, ASK, units="resid_pre", layers=[2], positions="each")
+    for figure in (each.plot(), model.logit_lens(inputs).plot()):
+        ticks = figure.layout.xaxis
+        assert len(ticks.tickvals) == len(ticks.ticktext) <= 640 / 17 < len(figure.data[0].z[0])
+    assert len(plots.heatmap([[0.0] * 9], [""], ["image[0] (0, 0)"] * 9).layout.xaxis.tickvals) == 9
+    told = [label for label, _ in each.top(len(each.names))]
+    spot = int(span.positions[7])
+    assert f"2_resid_pre @ {spot} image[0] (7, 0)" in told and "2_resid_pre @ 0" in told
+    frame = each.to_dataframe()
+    assert frame["token"][frame["pos"] == spot].tolist() == ["image[0] (7, 0)"]
+    assert each.top(1)[0][0] in repr(each)
+
+
+def test_what_is_shown_of_a_call_says_what_it_is(model):
+    shown = picture(96, 60)
+    inputs = model.prepare(f"a {IMAGE} b", images=shown, **SMALL)
+    (span,) = inputs.spans
+    first, last = span.positions[0], span.positions[-1]
+    assert repr(span) == (
+        f"Span(image[0] of prompt 0: positions {first} to {last}, {span.shape[0]} x {span.shape[1]} patches of 96 x 60 pixels)"
+    )
+    embedded = model.embed_image(shown, **SMALL)
+    assert repr(embedded) == f"ImageFeatures({len(span)} patches of 96 x 60 pixels)"
+    _, cache = model.run_with_cache(inputs, names_filter="*.3.attn.hook_pattern")
+    end = inputs["input_ids"].shape[1] - 1
+    title = attention_over(shown, span, cache).layout.title.text.replace("<br>", " ")
+    assert f"position {end} (' b') gives" in title
+    film = model.prepare(seeing.VIDEO, videos=[shown, shown])
+    with pytest.raises(
+        ValueError, match=r"frames and sound are no units .* positions=span\.positions"
+    ):
+        ablate(model, film, ASK, units="patches")
+    frame = film.spans[1]
+    found = ablate(
+        model, film, ASK, units="resid_pre", layers=0, positions=frame.positions.tolist()
+    )  # as it says
+    assert found.effect.abs().max() > 1e-3
