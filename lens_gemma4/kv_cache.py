@@ -134,7 +134,8 @@ class Held:
             other._keys, other._values = self._keys, self._values
             self._alone = other._alone = False
         elif self._keys is not None and self._values is not None:
-            other._keys, other._values = self._keys[rows], self._values[rows]
+            with torch.inference_mode(False):
+                other._keys, other._values = self._keys[rows], self._values[rows]
         return other
 
     @property
@@ -144,7 +145,8 @@ class Held:
 
 def _moved(old: Tensor | None, like: Tensor, room: int, used: int) -> Tensor:
     batch, kv_heads, _, d_head = like.shape
-    new = like.new_empty(batch, kv_heads, room, d_head)
+    with torch.inference_mode(False):  # a cache filled there goes on elsewhere
+        new = torch.empty(batch, kv_heads, room, d_head, dtype=like.dtype, device=like.device)
     if old is not None:
         new[:, :, :used] = old[:, :, :used]
     return new

@@ -663,6 +663,11 @@ class Gemma4(HookedRootModule):
         for point, handle in self.take_awaited():
             if reason := self._unreachable(point.name or ""):
                 raise HookNameError(f"{handle.asked.name!r} cannot fire in this call: {reason}.")
+        first = next((x for x in (resid, inputs_embeds, input_ids) if x is not None), None)
+        if first is not None and first.ndim > 1:
+            past = 0 if kv_cache is None else kv_cache.length
+            self.place.positions = range(past, past + first.shape[1])
+            self.place.goes_on = kv_cache is not None
         if resid is None:
             input_ids, stream = self._embed(input_ids, inputs_embeds)
             types = self._types(input_ids, mm_token_type_ids, media, stream)
@@ -679,7 +684,6 @@ class Gemma4(HookedRootModule):
             with self._held(kv_cache, *seen, product) as sights:
                 stream = self._blocks(stream, sights, start, stop)
                 return self._head(stream, with_logits, logits_to_keep, product)
-        self.place.positions, self.place.goes_on = range(stream.shape[1]), False
         masks, turns = self._sight(stream, types, attention_mask, position_ids)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
         sights = {kind: Sight(masks[kind], turns[kind], lent) for kind in masks}
@@ -748,7 +752,6 @@ class Gemma4(HookedRootModule):
             positions = self._position_ids(position_ids, real, total, stream.device)[:, past:]
         turns = self._rotary(positions, stream)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
-        self.place.positions, self.place.goes_on = range(past, total), True
         try:
             yield {kind: Sight(masks[kind], turns[kind], lent, kv, product) for kind in masks}
         except BaseException:

@@ -315,6 +315,13 @@ def test_positions_are_told_to_hooks_and_nested_runs_keep_theirs():
         model(ids[:, 5:], kv_cache=kv)
         model(ids)
     assert told == [(range(5), 5), (range(5, 9), 4), (range(9), 9)]
+    told.clear()
+    names = ["hook_tokens", "hook_embed", "hook_logits"]
+    kv.crop(0)
+    with model.hooks(fwd_hooks=[(names, lambda value, hook: told.append(hook.positions))]):
+        model(ids[:, :5], kv_cache=kv)
+        model(ids[:, 5:], kv_cache=kv)
+    assert told == [range(5)] * 3 + [range(5, 9)] * 3
     assert model.hook_dict["hook_embed"].positions is None
 
 
@@ -540,3 +547,15 @@ def test_logits_of_the_last_positions_alone(tiny_model):
         tiny_model(text, logits_to_keep=2, return_type="loss")
     with pytest.raises(ValueError, match="logits_to_keep=0"):
         tiny_model(text, logits_to_keep=0)
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
+    model, ids = build("shared", F64), text_inputs(2, 20)["input_ids"]
+    want = model(ids)
+    with torch.inference_mode():
+        kv = KVCache(model.cfg)
+        run_in(model, ids[:, :9], [7, 1, 1], None, kv)
+        fork = kv.fork([1, 0])
+    with torch.inference_mode(False):
+        assert off(run_in(model, ids[:, 9:], [1, 9, 1], None, kv), want[:, 9:]) < 1e-10
+        assert off(run_in(model, ids[[1, 0], 9:], [1, 10], None, fork), want[[1, 0], 9:]) < 1e-10
