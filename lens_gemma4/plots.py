@@ -107,10 +107,13 @@ def heatmap(
         cell = WRITTEN_CELL
     figure = go.Figure(trace)
     wide = min(SIDE, cell * len(columns))
-    figure.update_xaxes(**_ticks(columns, column_title, wide))
+    ticks = _ticks(columns, column_title, wide)
+    figure.update_xaxes(**ticks)
     figure.update_yaxes(**_ticks(rows, row_title), autorange="reversed")
     width = wide + 2 * MARGIN
-    return laid_out(figure, height=CELL * len(rows) + MARGIN, width=max(width, 360))
+    longest = 7 * max(map(len, ticks["ticktext"]), default=0)  # pixels
+    upright = longest if longest * len(ticks["ticktext"]) > wide else 0  # how plotly turns them
+    return laid_out(figure, height=CELL * len(rows) + MARGIN + upright, width=max(width, 360))
 
 
 def bars(values: Any, labels: Sequence[str], *, title: str = "", unit: str = "") -> Any:
