@@ -5,7 +5,7 @@
 
 64 new tokens after a prompt of 32, float32, every library with its key/value cache; the prompt's own pass is in the time.
 The speed is over transformers' plain generate in the same round, with a steering vector too: transformers with a hook of its
-own is shown beside. Every way writes the same tokens, with the vector others. Memory is how far the process rises (Linux). A
+own is shown beside. In every way's text each token is the likeliest, but for rounding, by one run of transformers over it. Memory is how far the process rises (Linux). A
 bound holds when at least two thirds of the runs are within it; exit code 1 when one does not.
 """
 
@@ -16,7 +16,7 @@ import datetime
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,18 @@ from forward_peers import (
 
 SHAPES = {"small": TEXT_SMALL, "mid": TEXT_MID}
 PROMPT = 32
-BASE = "transformers"
+# By how much a chosen token's logit may lie below the largest. Twelve random blocks amplify rounding: in float32 one run over
+# the text is up to 0.6 away from float64 (seen here: 0.08). The logits' spread is 1; another token is off by about 4.
+ROUNDING = 0.3
 # Times as many tokens a second as transformers' plain generate, at least.
 BOUNDS: dict[str, dict[str, float]] = {
     "small": {},
     "mid": {"ours": 1.3, "ours, steered": 1.2},
 }
+
+
+def steered_layer(shape: dict[str, Any]) -> int:
+    return shape["num_hidden_layers"] // 2
 
 
 def steering_vector(shape: dict[str, Any]) -> torch.Tensor:
@@ -52,9 +58,10 @@ def steering_vector(shape: dict[str, Any]) -> torch.Tensor:
 
 
 @contextmanager
-def steered(hf_model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
+def steered(hf_model: Any, shape: dict[str, Any]) -> Iterator[None]:
     """A hook of torch's own on one of transformers' blocks."""
-    handle = hf_model.model.layers[layer].register_forward_hook(lambda _, __, out: out + vector)
+    block, vector = hf_model.model.layers[steered_layer(shape)], steering_vector(shape)
+    handle = block.register_forward_hook(lambda _, __, out: out + vector)
     try:
         yield
     finally:
@@ -62,18 +69,18 @@ def steered(hf_model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
 
 
 def ways(
-    hf_model: Any, model: Any, ids: torch.Tensor, vector: torch.Tensor
+    hf_model: Any, model: Any, ids: torch.Tensor, shape: dict[str, Any]
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Each returns prompt and new tokens."""
-    layer = model.cfg.n_layers // 2
-    hook = (f"blocks.{layer}.hook_resid_post", lambda stream, hook: stream + vector)
+    vector = steering_vector(shape)
+    hook = (f"blocks.{steered_layer(shape)}.hook_resid_post", lambda stream, hook: stream + vector)
     hf_model.generation_config.eos_token_id = None  # nobody stops early
 
     def theirs() -> torch.Tensor:
         return hf_model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
 
     def theirs_steered() -> torch.Tensor:
-        with steered(hf_model, layer, vector):
+        with steered(hf_model, shape):
             return theirs()
 
     ours = partial(
@@ -87,18 +94,33 @@ def ways(
     }
 
 
-def check(written: dict[str, torch.Tensor]) -> None:
-    """Timing ways that write unlike texts means nothing.
+@torch.no_grad()
+def shortfall(hf_model: Any, tokens: torch.Tensor) -> float:
+    """By how much the new tokens of a text `[1 pos]` are less likely than the likeliest: the largest difference of logits,
+    in a run of transformers over the whole text. 0 but for rounding where each was chosen as the likeliest."""
+    logits = hf_model(tokens, use_cache=False).logits[0, PROMPT - 1 : -1]
+    chosen = logits.gather(1, tokens[0, PROMPT:, None])[:, 0]
+    return (logits.amax(-1) - chosen).max().item()
+
+
+def check(hf_model: Any, written: dict[str, torch.Tensor], shape: dict[str, Any]) -> float:
+    """The largest shortfall of all ways: timing those that write something else means nothing.
 
     Raises:
-        AssertionError: tokens differ from transformers', or the vector changes none.
+        AssertionError: a way writes other tokens than the likeliest, or the vector changes none.
     """
+    found = []
     for name, tokens in written.items():
-        like = written["transformers, steered" if name.endswith("steered") else BASE]
-        assert torch.equal(tokens, like), f"{name} writes other tokens than transformers"
+        assert tokens.shape == (1, PROMPT + NEW_TOKENS), f"{name} wrote {tokens.shape[1]} tokens"
+        with steered(hf_model, shape) if name.endswith("steered") else nullcontext():
+            found.append(shortfall(hf_model, tokens))
+        assert found[-1] < ROUNDING, (
+            f"{name} writes a token whose logit is {found[-1]:.2f} below the largest"
+        )
     assert not torch.equal(written[BASE], written["transformers, steered"]), (
         "the vector changes no token: steering is not seen to be on"
     )
+    return max(found)
 
 
 class Case:
@@ -112,7 +134,7 @@ class Case:
     ) -> None:
         hf_model, model = text_pair(shape)
         ids = prompt(model.cfg.d_vocab, PROMPT)
-        calls = ways(hf_model, model, ids, steering_vector(shape))
+        calls = ways(hf_model, model, ids, shape)
         written = {name: call() for name, call in calls.items()}
         self.memory = {name: rise(call) for name, call in calls.items()}
         # Made once untimed above; what a step needs is used again by the next.
@@ -122,7 +144,7 @@ class Case:
             written[way] = torch.tensor(told["answer"])[None]
             self.memory[way] = told["rise"]
             self.timers[way] = partial(_seconds, peer, clock)
-        check(written)
+        self.shortfall = check(hf_model, written, shape)
 
     def run(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of each way, round by round."""
@@ -171,6 +193,9 @@ def report(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             case = Case(SHAPES[size], args.clock, running)
             runs = [case.run(args.rounds) for _ in range(args.runs)]
             lines, held = table(size, runs, case.memory)
+            lines.append(
+                f"{size:5} tokens that were chosen lie up to {case.shortfall:.3f} below the largest logit of one run"
+            )
             yield "\n".join(lines), held
 
 

@@ -151,13 +151,29 @@ def test_the_decode_benchmark_times_ways_that_write_the_same():
 
 
 def test_ways_that_write_otherwise_are_not_timed():
-    plain, other = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 4]])
-    theirs = {decode.BASE: plain, "transformers, steered": other}
-    decode.check(theirs | {"ours": plain, "ours, steered": other})
-    with pytest.raises(AssertionError, match="ours, steered writes other tokens"):
-        decode.check(theirs | {"ours": plain, "ours, steered": plain})
-    with pytest.raises(AssertionError, match="changes no token"):
-        decode.check({decode.BASE: plain, "transformers, steered": plain})
+    hf_model, model = common.text_pair(SMALL)
+    ids = forward.prompt(SMALL["vocab_size"], decode.PROMPT)
+    with torch.no_grad():
+        ways = decode.ways(hf_model, model, ids, SMALL)
+        written = {name: call() for name, call in ways.items()}
+    assert decode.check(hf_model, written, SMALL) < 0.01
+    plain, steered = written[decode.BASE], written["transformers, steered"]
+    with pytest.raises(AssertionError, match="ours, steered writes a token whose logit is"):
+        decode.check(hf_model, written | {"ours, steered": plain}, SMALL)
+    with pytest.raises(AssertionError, match="ours writes a token whose logit is"):
+        decode.check(hf_model, written | {"ours": steered}, SMALL)
+    another = plain.clone()
+    another[0, -1] = (another[0, -1] + 1) % SMALL["vocab_size"]  # the last of 64
+    with pytest.raises(AssertionError, match="nnsight writes a token whose logit is"):
+        decode.check(hf_model, written | {"nnsight": another}, SMALL)
+    with pytest.raises(AssertionError, match="ours wrote 95 tokens"):
+        decode.check(hf_model, written | {"ours": plain[:, :-1]}, SMALL)
+
+
+def test_a_vector_that_changes_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(decode, "steering_vector", lambda shape: torch.zeros(shape["hidden_size"]))
+    with torch.no_grad(), pytest.raises(AssertionError, match="changes no token"):
+        decode.Case(SMALL)
 
 
 def test_the_decode_bound_is_over_transformers_plain_speed():
