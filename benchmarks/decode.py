@@ -40,6 +40,7 @@ PROMPT = 32
 # By how much a chosen token's logit may lie below the largest. Twelve random blocks amplify rounding: in float32 one run over
 # the text is up to 0.6 away from float64 (seen here: 0.08). The logits' spread is 1; another token is off by about 4.
 ROUNDING = 0.3
+BASE = "transformers"
 # Times as many tokens a second as transformers' plain generate, at least.
 BOUNDS: dict[str, dict[str, float]] = {
     "small": {},
