@@ -936,7 +936,7 @@ class Gemma4(HookedRootModule):
             if wanted != given:
                 raise ValueError(
                     f"the prompt holds {wanted} {_MEDIUM[name]} placeholder tokens (id {token}), the input gives {given} "
-                    "features: they must be equal, so prepare prompt and media together with the processor"
+                    f"features: they must be equal, so give {_GIVEN[name]}= beside the text, or all that the processor returned"
                 )
             if features is not None and where is not None:
                 stream = stream.masked_scatter(where.unsqueeze(-1), features.to(stream.dtype))
@@ -1073,6 +1073,7 @@ def _equal(values: Tensor | None, wanted: int | None) -> Bool[Tensor, "batch pos
 
 
 _MEDIUM = {"vision": "image", "video": "video", "audio": "audio"}
+_GIVEN = {"vision": "images", "video": "videos", "audio": "audio"}
 _ROW = {name: names.BY_NAME[f"{name}.hook_out"] for name in ("vision", "video", "audio")}
 
 
