@@ -93,13 +93,26 @@ def test_the_forward_benchmark_refuses_unlike_models():
         forward.Case(("small", 8), (hf_model, model))
 
 
-def test_only_rounding_is_allowed_where_logits_need_not_be_equal():
+def test_every_block_by_parts_is_compared():
+    hf_model, model = common.text_pair(SMALL)
+    local = forward.HookedModel.from_pretrained(hf_model=hf_model, attn_implementation="local")
+    ids = forward.prompt(SMALL["vocab_size"], 3 * SMALL["sliding_window"])
+    with torch.no_grad():
+        forward.check_blocks(model, local, ids)
+        shorter = SMALL | {"sliding_window": SMALL["sliding_window"] - 1}
+        _, other = common.text_pair(shorter)  # the same weights, a window less by one
+        with pytest.raises(AssertionError, match="block 0 of local is off"):
+            forward.check_blocks(model, other, ids)
+        local.blocks[5].layer_scalar = local.blocks[5].layer_scalar * 1.001
+        with pytest.raises(AssertionError, match="block 5 of local is off"):
+            forward.check_blocks(model, local, ids)
+
+
+def test_a_peers_logits_may_differ_by_rounding():
     wanted = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    forward.check("local", wanted + 1e-4, wanted, exact=False)
-    with pytest.raises(AssertionError, match=r"forward: logits differ"):
-        forward.check("forward", wanted + 1e-4, wanted, exact=True)
-    with pytest.raises(AssertionError, match=r"local: .* of their spread"):
-        forward.check("local", wanted.roll(1), wanted, exact=False)
+    forward.check_peer("nnsight", wanted + 1e-3, wanted)
+    with pytest.raises(AssertionError, match=r"nnsight: .* of their spread"):
+        forward.check_peer("nnsight", wanted.roll(1), wanted)
 
 
 class Answering:
@@ -120,7 +133,7 @@ def test_peers_are_compared_and_then_timed():
     peer = Answering({"forward": lambda ids: pair[0](ids).logits})
     one = forward.Case(("small", 8), pair, running={"TransformerLens": peer})
     assert one.run(1)["TransformerLens"][0] > 0
-    assert [how for _, how in peer.asked] == [{}, {"clock": "process", "warm": True}]
+    assert [how for _, how in peer.asked] == [{}, {}, {"clock": "process", "warm": True}]
     other = Answering({"forward": lambda ids: pair[0](ids.flip(1)).logits})
     with pytest.raises(AssertionError, match="TransformerLens: logits differ"):
         forward.Case(("small", 8), pair, running={"TransformerLens": other})
