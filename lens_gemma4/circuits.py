@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.config import HookedConfig, LayerConfig
 from lens_gemma4.factored import FactoredMatrix, product_norms
-from lens_gemma4.model import Block, Gemma4, rotary_frequencies, rotate
+from lens_gemma4.model import Block, Gemma4, rotary_frequencies, rotate, turns_of
 from lens_gemma4.norms import RMSNorm, wide
 
 if TYPE_CHECKING:
@@ -180,9 +180,8 @@ def _turned(
 ) -> Float[Tensor, "head d_model d_head"]:
     """Queries turned by `offset` positions. Turning both by their own positions leaves the difference."""
     frequencies = rotary_frequencies(layer.rotary, layer.d_head, queries.dtype)
-    angles = (offset * torch.cat((frequencies, frequencies))).to(queries.device)
-    angles = angles.expand(1, queries.shape[1], -1)  # [1 d_model d_head]
-    return rotate(queries[:, :, None], angles.cos(), angles.sin())[:, :, 0]
+    angles = (offset * frequencies).to(queries.device).expand(1, queries.shape[1], -1)
+    return rotate(queries[:, :, None], *turns_of(angles))[:, :, 0]  # [head d_model d_head]
 
 
 def _matrix(A: Tensor, B: Tensor, head: int | None, scales: Scales) -> FactoredMatrix:

@@ -65,11 +65,14 @@ class Kept(MutableMapping[str, Tensor]):
             "_versions": {},
         }  # a copy or a file holds values alone
 
-    def keep(self, name: str, value: Tensor | Deferred) -> None:
+    def keep(self, name: str, value: Tensor) -> None:
         """Put a value in, whatever follows from the one that was there."""
         self._entries[name] = value
-        if isinstance(value, Tensor):
-            self._versions[name] = version(value)
+        self._versions[name] = 0 if value.is_inference() else value._version
+
+    def put_off(self, name: str, way: Deferred) -> None:
+        """Put the way to a value in."""
+        self._entries[name] = way
 
     def in_memory(self) -> list[Tensor]:
         """The values that have been made."""
@@ -99,6 +102,9 @@ class Kept(MutableMapping[str, Tensor]):
                 self[follower]
 
 
+_UNKNOWN: tuple[Callable[[], Any], str] = (lambda: None), ""
+
+
 class Store:
     """Puts snapshots of values into a mapping, moved and sliced as asked.
 
@@ -121,13 +127,16 @@ class Store:
             remove_batch_dim,
             pos_slice,
         )
+        self._whole = device is None and pos_slice is None and not remove_batch_dim
         self.defers = lazy and isinstance(target, Kept) and device is None and pos_slice is None
         self._put = target.keep if isinstance(target, Kept) else target.__setitem__
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of the run's own tensors
 
     def save(self, name: str, axes: str, value: Tensor) -> None:
-        self._put(name, self._snapshot(value.detach(), axes))
-        self._know(value, name)
+        kept = value.detach()
+        self._put(name, kept if self._whole else self._snapshot(kept, axes))
+        if self.defers:
+            self._know(value, name)
 
     def defer(
         self, name: str, axes: str, value: Tensor | None, make: Make, inputs: tuple[Tensor, ...]
@@ -139,19 +148,20 @@ class Store:
         sources = [self._name(x) for x in inputs]
         if None in sources or torch.is_autocast_enabled(inputs[0].device.type):
             return False
-        self.target.keep(name, Deferred(make, tuple(sources), self._loses_batch(axes)))  # type: ignore
+        without_batch = self.remove_batch_dim and self._loses_batch(axes)
+        self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined,arg-type]
         if value is not None:
             self._know(value, name)
         return True
 
     def _know(self, value: Tensor, name: str) -> None:
-        if self.defers and not value.is_inference():
+        if not value.is_inference():
             self._names[id(value)] = weakref.ref(value), name
 
     def _name(self, value: Tensor) -> str | None:
         """What a tensor is kept as. Compared by identity: another may have its number once it is gone."""
-        ref, name = self._names.get(id(value), (None, None))
-        return name if ref is not None and ref() is value else None
+        ref, name = self._names.get(id(value), _UNKNOWN)
+        return name if ref() is value else None
 
     def _loses_batch(self, axes: str) -> bool:
         return self.remove_batch_dim and axes.startswith("batch")
@@ -170,6 +180,8 @@ class Store:
 
 class Saver:
     """A hook that keeps a point's value or, on the way back, its gradient."""
+
+    __slots__ = ("axes", "name", "store")
 
     def __init__(self, store: Store, name: str, axes: str) -> None:
         self.store, self.name, self.axes = store, name, axes

@@ -85,6 +85,7 @@ class Mask:
     passed: bool = True
     _visible: Tensor | None = field(default=None, repr=False)
     _additive: Tensor | None = field(default=None, repr=False)
+    _fused: Tensor | None = field(default=None, repr=False)
     _blind: Tensor | None = field(default=None, repr=False)
     _has_blind: bool = False
 
@@ -120,6 +121,18 @@ class Mask:
             zero = torch.zeros((), dtype=like.dtype, device=like.device)
             self._additive = torch.where(visible, zero, torch.finfo(like.dtype).min)
         return self._additive
+
+    def fused(self, like: Tensor) -> Float[Tensor, "batch 1 pos kv_pos"] | None:
+        """`visible` as the fused attention turns it into numbers at every call: 0 where visible, else minus infinity."""
+        if self._fused is None or self._fused.dtype != like.dtype:
+            visible = self.visible
+            if visible is None:
+                return None
+            alike = visible.stride(0) == 0  # one row stands for all
+            zero = torch.zeros((), dtype=like.dtype, device=like.device)
+            seen = torch.where(visible[:1] if alike else visible, zero, float("-inf"))
+            self._fused = seen.expand(visible.shape)
+        return self._fused
 
     def blind(self) -> Bool[Tensor, "batch 1 pos 1"] | None:
         """Queries that see no key, which only padding can do to them; None when there are none."""

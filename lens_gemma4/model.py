@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lens_gemma4 import names
 from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig
 from lens_gemma4.errors import HookNameError, Unavailable
-from lens_gemma4.hooks import HookedRootModule, HookPoint
+from lens_gemma4.hooks import HookedRootModule, HookPoint, Part
 from lens_gemma4.kv_cache import KVCache
 from lens_gemma4.local import local_attention
 from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
@@ -74,15 +74,23 @@ def rotary_frequencies(
     return torch.cat((1.0 / (rotary.theta**exponents), still))
 
 
+def turns_of(
+    angles: Float[Tensor, "rows pos half"],
+) -> tuple[Float[Tensor, "rows pos d_head"], Float[Tensor, "rows pos d_head"]]:
+    """What `rotate` needs of the angles: the cosine of both halves of a head, and the sine, negative for the first."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(
     x: Float[Tensor, "*batch pos heads d_head"],
     cos: Float[Tensor, "rows pos d_head"],
     sin: Float[Tensor, "rows pos d_head"],
 ) -> Float[Tensor, "*batch pos heads d_head"]:
-    """Turn each head by its position's angle; pairs are (i, i + d_head / 2). `rows` are the last of the batch's axes, or 1."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos.unsqueeze(2)).add_(turned.mul_(sin.unsqueeze(2)))
+    """Turn each head by its position's angle (`turns_of`); pairs are (i, i + d_head / 2). `rows` are the last of the batch's
+    axes, or 1."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return (x * cos.unsqueeze(2)).add_(swapped.mul_(sin.unsqueeze(2)))
 
 
 # -- attention ----------------------------------------------------------------------------------------
@@ -161,10 +169,10 @@ def _fused_pattern(
     return _pattern_as_fused(masked_scores(q, k, mask, per_kv), mask)
 
 
-def _transformers_version() -> tuple[int, ...]:
+def _release(library: str) -> tuple[int, ...]:
     """The installed release, e.g. (5, 24), read from its metadata; the newest rules where there is none."""
     try:
-        version = importlib.metadata.version("transformers")
+        version = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return (999,)
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -173,8 +181,11 @@ def _transformers_version() -> tuple[int, ...]:
 # On a GPU the spelling of the call picks the kernel, and kernels round unlike: the installed release's is
 # followed. Since 5.13 heads wider than 256 are repeated rather than grouped; since 5.23 a single query under
 # a mask is regrouped under its key/value head.
-WIDE_HEADS_REPEATED = _transformers_version() >= (5, 13)
-SINGLE_QUERY_REGROUPED = _transformers_version() >= (5, 23)
+WIDE_HEADS_REPEATED = _release("transformers") >= (5, 13)
+SINGLE_QUERY_REGROUPED = _release("transformers") >= (5, 23)
+# On a CPU the fused kernel makes of grouped heads what it makes of repeated ones, to the bit, and saves the copies;
+# torch 2.7 still took a slower way for them that rounds otherwise.
+GROUPS_ON_CPU = _release("torch") >= (2, 13)
 
 
 def sdpa(
@@ -186,8 +197,10 @@ def sdpa(
     """PyTorch's fused attention with scale 1, spelled as transformers spells it."""
     batch, heads, pos, d_head = q.shape
     per_kv = heads // k.shape[1]
-    visible, grouped = mask.visible, False
-    if per_kv > 1:
+    plain = q.is_cpu and not (q.requires_grad or k.requires_grad or v.requires_grad)
+    visible = mask.fused(q) if plain else mask.visible
+    grouped = per_kv > 1 and plain and pos > 1 and GROUPS_ON_CPU
+    if per_kv > 1 and not grouped:
         grouped = visible is None and (d_head <= 256 or not WIDE_HEADS_REPEATED)
         if not grouped and pos == 1 and SINGLE_QUERY_REGROUPED:
             q = q.reshape(batch, heads // per_kv, per_kv, d_head)
@@ -224,7 +237,7 @@ def _watched(
     return shown[..., mask.keys], edited
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Queries, keys and values by head, their norms, rotary positions, pattern, and the output projection.
 
     A full block may read its values from the raw key projection (`k_eq_v`); a borrower attends with the
@@ -261,7 +274,7 @@ class Attention(nn.Module):
         x: Float[Tensor, "batch pos d_model"],
         sight: Sight,
     ) -> Float[Tensor, "batch pos d_model"]:
-        q = self.hook_q(self._by_head(sight.product(x, self.w_q)))
+        q = self.hook_q(self._by_head(sight.product(x, self._parameters["w_q"])))
         cos, sin = sight.rotary
         q = self.hook_rot_q.of(partial(rotate, cos=cos, sin=sin), self.q_norm(q))
         lender = self.cfg.lender
@@ -282,8 +295,9 @@ class Attention(nn.Module):
 
     def _own_keys_values(self, x: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
         """Keys after norm and rotary, values after their norm, by key/value head."""
-        k = self.hook_k(self._by_head(sight.product(x, self.w_k)))
-        v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(sight.product(x, self.w_v)))
+        weights, product = self._parameters, sight.product
+        k = self.hook_k(self._by_head(product(x, weights["w_k"])))
+        v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(product(x, weights["w_v"])))
         return rotate(self.k_norm(k), *sight.rotary), self.v_norm.normalise(v)
 
     def _mix(
@@ -319,6 +333,8 @@ class Attention(nn.Module):
         return sdpa(q, keys, values, mask)
 
     def _squares_deferred(self, q: Tensor, k: Tensor, mask: Mask) -> bool:
+        if not (self.hook_attn_scores.live or self.hook_pattern.live):
+            return True
         # Functions of numbers and tensors, not methods: whoever keeps them keeps no module, and nothing set on the
         # model later changes what they make.
         how: dict[str, Any] = {"mask": mask, "per_kv": self.cfg.heads_per_kv}
@@ -350,7 +366,7 @@ class Attention(nn.Module):
             result, edited = self.hook_result.watch(torch.einsum("bphd,hdm->bphm", z, self.W_O))
             if edited:
                 return result.sum(2)
-        return product(z.flatten(2), self.w_o)
+        return product(z.flatten(2), self._parameters["w_o"])
 
     # TransformerLens's layout, as views
 
@@ -400,7 +416,7 @@ def gelu(x: Float[Tensor, "*axes d_mlp"]) -> Float[Tensor, "*axes d_mlp"]:
     return F.gelu(x, approximate="tanh")
 
 
-class MLP(nn.Module):
+class MLP(Part):
     """`w_out(gelu(w_gate x) * w_in x)`, with the tanh GELU."""
 
     def __init__(self, cfg: HookedConfig, layer: LayerConfig) -> None:
@@ -414,9 +430,10 @@ class MLP(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], product: Product = F.linear
     ) -> Float[Tensor, "batch pos d_model"]:
-        act = self.hook_act.of(gelu, self.hook_pre(product(x, self.w_gate)))
-        post = self.hook_post.of(torch.mul, act, self.hook_pre_linear(product(x, self.w_in)))
-        return self.hook_out(product(post, self.w_out))
+        weights = self._parameters  # nn.Module's own look-up is a Python call for each
+        act = self.hook_act.of(gelu, self.hook_pre(product(x, weights["w_gate"])))
+        up = self.hook_pre_linear(product(x, weights["w_in"]))
+        return self.hook_out(product(self.hook_post.of(torch.mul, act, up), weights["w_out"]))
 
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
@@ -431,7 +448,7 @@ class MLP(nn.Module):
         return self.w_out.T
 
 
-class Block(nn.Module):
+class Block(Part):
     """One block: attention, then MLP, each between two norms, then the whole stream times `layer_scalar`."""
 
     layer_scalar: Tensor
@@ -467,7 +484,7 @@ class Block(nn.Module):
         mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid), sight.product)))
         resid_sum = self.hook_resid_sum.of(torch.add, resid_mid, mlp_out)
         # 3. the whole stream is scaled, skip path included
-        return self.hook_resid_post(resid_sum * self.layer_scalar)
+        return self.hook_resid_post(resid_sum * self._buffers["layer_scalar"])
 
 
 def softcap(
@@ -646,11 +663,7 @@ class Gemma4(HookedRootModule):
             "audio": frames_and_mask(input_features, input_features_mask),
         }
         any_media = any(value is not None for value in media.values())
-        if kv_cache is not None and not (start_at_layer is None and stop_at_layer is None):
-            raise ValueError(
-                "kv_cache runs all blocks: start_at_layer and stop_at_layer would leave some without these positions"
-            )
-        start, stop = self._range(start_at_layer, stop_at_layer, resid)
+        start, stop = self._range(start_at_layer, stop_at_layer, resid, kv_cache)
         given = {
             "resid": resid,
             "inputs_embeds": inputs_embeds,
@@ -663,11 +676,7 @@ class Gemma4(HookedRootModule):
         for point, handle in self.take_awaited():
             if reason := self._unreachable(point.name or ""):
                 raise HookNameError(f"{handle.asked.name!r} cannot fire in this call: {reason}.")
-        first = next((x for x in (resid, inputs_embeds, input_ids) if x is not None), None)
-        if first is not None and first.ndim > 1:
-            past = 0 if kv_cache is None else kv_cache.length
-            self.place.positions = range(past, past + first.shape[1])
-            self.place.goes_on = kv_cache is not None
+        self._tell_place(resid, inputs_embeds, input_ids, kv_cache)
         if resid is None:
             input_ids, stream = self._embed(input_ids, inputs_embeds)
             types = self._types(input_ids, mm_token_type_ids, media, stream)
@@ -691,6 +700,20 @@ class Gemma4(HookedRootModule):
         if stop_at_layer is not None:
             return stream.clone()  # the caller's to change; a cache may hold the stream itself
         return self._head(stream, with_logits, logits_to_keep)
+
+    def _tell_place(
+        self,
+        resid: Tensor | None,
+        embeds: Tensor | None,
+        ids: Tensor | None,
+        kv: KVCache | None,
+    ) -> None:
+        """Tell all points which positions this call computes."""
+        first = next((x for x in (resid, embeds, ids) if x is not None), None)
+        if first is not None and first.ndim > 1:
+            past = 0 if kv is None else kv.length
+            self.place.positions = range(past, past + first.shape[1])
+            self.place.goes_on = kv is not None
 
     def _blocks(
         self, stream: Tensor, sights: Mapping[str, Sight], start: int, stop: int
@@ -975,15 +998,24 @@ class Gemma4(HookedRootModule):
                 self._frequencies[key] = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(
                     like.device
                 )
-            angles = positions[..., None].to(dtype) * self._frequencies[key]
-            angles = torch.cat((angles, angles), dim=-1)  # [rows pos d_head]
-            turns[layer.kind] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+            cos, sin = turns_of(positions[..., None].to(dtype) * self._frequencies[key])
+            turns[layer.kind] = cos.to(like.dtype), sin.to(like.dtype)
         return turns
 
     # -- which part runs --------------------------------------------------------------------------------
 
-    def _range(self, start: int | None, stop: int | None, resid: Tensor | None) -> tuple[int, int]:
+    def _range(
+        self,
+        start: int | None,
+        stop: int | None,
+        resid: Tensor | None,
+        kv: KVCache | None,
+    ) -> tuple[int, int]:
         n = self.cfg.n_layers
+        if kv is not None and not (start is None and stop is None):
+            raise ValueError(
+                "kv_cache runs all blocks: start_at_layer and stop_at_layer would leave some without these positions"
+            )
         if (start is None) != (resid is None):
             raise ValueError(
                 "start_at_layer runs on a stream [batch pos d_model]: give both or neither"

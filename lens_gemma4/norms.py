@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lens_gemma4.hooks import HookPoint
+from lens_gemma4.hooks import HookPoint, Part
 
 LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
 
@@ -24,6 +24,14 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Float[Tensor, ""]:
+    """A number as a tensor, made once: torch makes one of a Python number at every operation, which takes longer than
+    the operation itself on a short prompt."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def _mean_square(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
     return wide(x).pow(2).mean(-1, keepdim=True).add_(eps)
 
@@ -34,10 +42,16 @@ def _scale(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
 
 def _normalized(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes d"]:
     x = wide(x)  # once: of long prompts in bfloat16 this is the largest tensor there is
-    return x * _mean_square(x, eps).pow_(-0.5)
+    if x.requires_grad or not x.is_cpu:
+        return x * _mean_square(x, eps).pow_(-0.5)
+    # What the line above is made of on a CPU, to the bit (the mean is a sum that is divided, the power a root); on a GPU
+    # the mean is another kernel, and on the way back the power rounds otherwise.
+    square = (x * x).sum(-1, keepdim=True)
+    square.div_(_number(float(x.shape[-1]), x.dtype)).add_(_number(eps, x.dtype))
+    return x * square.rsqrt_()
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Part):
     """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
 
     def __init__(self, eps: float, d_gain: int | None = None) -> None:
@@ -55,13 +69,16 @@ class RMSNorm(nn.Module):
 
     def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """The norm without hook points."""
-        normalized = self._normalized(x)
-        if self.weight is not None:
-            normalized.mul_(self.weight.to(normalized.dtype))
-        return normalized.to(x.dtype)
+        normalized = _normalized(x, self.eps)
+        weight = self._parameters.get("weight")  # nn.Module's own look-up is a Python call
+        if weight is not None:
+            normalized.mul_(wide(weight))
+        return normalized if normalized.dtype == x.dtype else normalized.to(x.dtype)
 
     def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """Everything before `hook_out`."""
+        if not (self.hook_scale.live or self.hook_normalized.live):
+            return self.plain(x)
         if self.hook_scale.defer(self._scale, x) and self.hook_normalized.defer(
             self._normalized, x
         ):
