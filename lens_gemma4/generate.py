@@ -103,11 +103,18 @@ def generate(
     _check_options(max_new_tokens, return_type, return_cache, stream, names_filter, device)
     sampling = Sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
     kv = _cache_of(model.cfg, kv_cache, use_kv_cache, bool(prefill_hooks or decode_hooks))
+    if sampling.remembers and kv is not None and kv.length:
+        raise ValueError(
+            f"the kv_cache holds {kv.length} positions and not which tokens they are, which repetition_penalty has to count: give "
+            "the whole text"
+        )
     tensors = _prompt(model, input, kv, **inputs)
     config = _generation_config(model.folder)
     eos = _eos_ids(model.cfg, config)
     rows = Rows(tensors, max_new_tokens, _pad_id(model.cfg, config, eos))
-    runs = max(max_new_tokens - 1, 0) + (return_cache and max_new_tokens > 0)  # after the prefill
+    # What is chosen last runs only where activations or a cache that goes on are to hold it.
+    runs_last = return_cache or kv_cache is not None
+    runs = max(max_new_tokens - 1, 0) + (runs_last and max_new_tokens > 0)  # after the prefill
     held = 0 if kv is None else kv.length
     _check_room(model.cfg, held + rows.prompt, runs, max_new_tokens)
     hooked = Hooked(model, fwd_hooks, prefill_hooks, decode_hooks, decodes=runs > 0)
@@ -126,6 +133,7 @@ def generate(
         record=Record(model, names_filter, device) if return_cache else None,
         generator=generator_of(seed, model.device) if do_sample else None,
         max_new_tokens=max_new_tokens,
+        runs_last=runs_last,
         check_finite=check_finite,
     )
     if stream:
@@ -234,6 +242,7 @@ class Generation:
         texts: of each row's new tokens, where somebody reads them on the way.
         kv: what has run; None runs the whole text in every step.
         record: keeps activations.
+        runs_last: whether the token chosen last runs, too.
         inference: whether it was asked for in torch's inference mode, in which a stream then goes on wherever it is read.
     """
 
@@ -248,9 +257,11 @@ class Generation:
     record: Record | None
     generator: torch.Generator | None
     max_new_tokens: int
+    runs_last: bool
     check_finite: bool = False
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     _seen: Tensor | None = None  # [batch d_vocab], tokens that a penalty counts
+    _held: int | None = None  # positions in the cache after the latest step
     _logits: Tensor | None = None  # [batch d_vocab], after the last position
 
     def steps(self) -> Iterator[list[int]]:
@@ -262,8 +273,8 @@ class Generation:
             with torch.inference_mode(self.inference):
                 new = self._choose()
             yield new
-        if self.record is not None and self.rows.n_new:
-            self._decode()  # what was chosen last has not run
+        if self.runs_last and self.rows.n_new:
+            self._decode()
 
     def _choose(self) -> list[int]:
         assert self._logits is not None
@@ -298,6 +309,8 @@ class Generation:
 
     def _run(self, tensors: Mapping[str, Any], hooks: list[Added]) -> None:
         """One call of the network, hooked for its length."""
+        if self.kv is not None:
+            self._check_alone(self.kv)
         model, kept = self.model, [] if self.record is None else self.record.listeners()
         with torch.inference_mode(self.inference), torch.no_grad(), _attached([*hooks, *kept]):
             # A listener is shown every position's logits.
@@ -310,6 +323,14 @@ class Generation:
                 check_finite=self.check_finite,
             )
         self._logits = logits[:, -1]
+        self._held = None if self.kv is None else self.kv.length
+
+    def _check_alone(self, kv: KVCache) -> None:
+        if self._held not in (None, kv.length):
+            raise RuntimeError(
+                f"the kv_cache held {self._held} positions after this generation's last step and holds {kv.length} now: something "
+                "else has run on it; give each its own, kv.fork()"
+            )
 
     def _readable(self, ids: Int[Tensor, "batch new"]) -> Int[Tensor, "batch new"]:
         """A placeholder of media that was written stands for nothing: it is read as the pad token, as transformers does."""
@@ -486,10 +507,10 @@ class _Parts:
         self.tensors: dict[str, list[Tensor]] = {}
 
     def begin(self) -> None:
-        self.depth = self.model._depth + 1
+        self.depth = self.model.place.depth + 1
 
     def keep(self, name: str, value: Tensor, hook: Any) -> None:
-        if self.model._depth > self.depth:
+        if self.model.place.depth > self.depth:
             return
         kept = value.detach() if self.device is None else value.detach().to(self.device)
         self.tensors.setdefault(name, []).append(kept)
@@ -556,7 +577,7 @@ def _prompt(
     """Prepared prompts, padded on the left; their mask is None when every token is real."""
     if padding_side == "right":
         raise ValueError("new tokens follow a prompt's last one: prompts are padded on the left")
-    tensors = model.prepare(input, kv_cache=kv, padding_side="left", **inputs)
+    tensors = model.prepare_next(kv, input, padding_side="left", **inputs)
     if kv is None and tensors.get("inputs_embeds") is not None:
         raise ValueError(
             "use_kv_cache=False runs the ids of the whole text again, and inputs_embeds have none"
@@ -567,8 +588,6 @@ def _prompt(
         return tensors
     ids = tensors.get("input_ids")
     pos = (tensors["inputs_embeds"] if ids is None else ids).shape[1]
-    if kv is not None and mask.shape[-1] == kv.length + pos:
-        mask = mask[:, kv.length :]
     mask = mask.bool()
     if mask.ndim != 2 or mask.shape[1] != pos or not bool(mask[:, -1].all()):
         _refuse(mask, pos)

@@ -220,9 +220,15 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(
                 f"logits_to_keep={logits_to_keep} with return_type={return_type!r}: it is 1 or more, and a loss needs all logits"
             )
-        tensors = self.prepare(
-            input, input_ids=input_ids, start_at_layer=start_at_layer, kv_cache=kv_cache, **inputs
+        tensors = self.prepare_next(
+            kv_cache, input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs
         )
+        if kv_cache is not None and return_type in ("loss", "both"):
+            ids = tensors.get("input_ids")
+            if ids is None or ids.shape[1] < 2:
+                raise ValueError(
+                    "a loss compares a call's tokens with the next ones of the same call: give two or more, as ids or text"
+                )
         wants_logits = return_type is not None or self.hook_logits.live or self.hook_logits_raw.live
         layers: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         with self._finite_or_error(check_finite):
@@ -255,12 +261,14 @@ class HookedModel(TextInputs, Gemma4):
         audio: Any = None,
         image_tokens: int | None = None,
         image_features: Any = None,
-        kv_cache: KVCache | None = None,
         **inputs: Any,
     ) -> Inputs:
         """Whatever `forward` accepts, as the tensors the network runs on, on the model's device, with the `spans` of media."""
-        if prepend_bos is None and kv_cache is not None and kv_cache.length:
-            prepend_bos = False  # it stands at the front, among what is held
+        if inputs.pop("kv_cache", None) is not None:
+            raise ValueError(
+                "kv_cache goes to the model itself, run_with_cache, run_with_hooks and generate; everything else runs whole texts: "
+                "give the prefix as part of the input"
+            )
         media = {"images": images, "videos": videos, "audio": audio, "image_tokens": image_tokens}
         if input is not None and isinstance(input, Mapping):
             if "role" in input:
@@ -307,6 +315,29 @@ class HookedModel(TextInputs, Gemma4):
         self._warn_about(tensors)
         return Inputs(tensors, self.cfg, sizes)
 
+    def prepare_next(self, kv_cache: Any, input: Any = None, **inputs: Any) -> Inputs:
+        """What `prepare` makes of a call that goes on from what a cache holds: no BOS, which stands at its front, and a mask of
+        this call's tokens."""
+        if not (kv_cache is None or isinstance(kv_cache, KVCache)):
+            raise TypeError(f"kv_cache is {kv_cache!r}; give a KVCache(model.cfg)")
+        if kv_cache is None or not kv_cache.length:
+            return self.prepare(input, **inputs)
+        if is_chat(input if input is not None else inputs.get("input_ids")):
+            raise ValueError(
+                f"chat messages begin a text, and the kv_cache holds {kv_cache.length} positions: give what follows as text, with "
+                "the template's own marks"
+            )
+        if inputs.get("prepend_bos") is None:
+            inputs["prepend_bos"] = False
+        tensors = self.prepare(input, **inputs)
+        first = next(
+            x for x in map(tensors.get, ("resid", "inputs_embeds", "input_ids")) if x is not None
+        )
+        mask = kv_cache.mask_of_call(tensors.get("attention_mask"), first.shape[1])
+        if mask is not None:
+            tensors["attention_mask"] = mask
+        return tensors
+
     def spans(self, *inputs: Any, **more: Any) -> list[Span]:
         """Where the images, video frames and clips of a call stand; takes what `prepare` takes."""
         return self.prepare(*inputs, **more).spans
@@ -349,10 +380,15 @@ class HookedModel(TextInputs, Gemma4):
         True
         """
         inputs = {k: v for k, v in model_kwargs.items() if k not in _RUN_KEYS}
-        tensors = self.prepare(
+        if model_kwargs.get("logits_to_keep") is not None:
+            raise ValueError(
+                "a cache shows all positions, and logits_to_keep would leave some without logits: keep less with pos_slice or "
+                "names_filter"
+            )
+        tensors = self.prepare_next(
+            model_kwargs.get("kv_cache"),
             *model_args,
             start_at_layer=model_kwargs.get("start_at_layer"),
-            kv_cache=model_kwargs.get("kv_cache"),
             **inputs,
         )
         run = {k: v for k, v in model_kwargs.items() if k in _RUN_KEYS}
@@ -748,7 +784,7 @@ class HookedModel(TextInputs, Gemma4):
         layers: int | Iterable[int],
         vector: Float[Tensor, "*axes d_model"],
         factor: float = 1.0,
-        positions: int | slice | Sequence[int] | None = None,
+        positions: int | slice | Sequence[int] | Tensor | None = None,
     ) -> Iterator[HookedModel]:
         """Add `factor * vector` to the stream leaving each of `layers`, after `layer_scalar`.
 
@@ -991,7 +1027,9 @@ _RUN_KEYS = (
 )
 
 
-def _where(positions: int | slice | Sequence[int] | None, hook: HookPoint | NamedPoint) -> Any:
+def _where(
+    positions: int | slice | Sequence[int] | Tensor | None, hook: HookPoint | NamedPoint
+) -> Any:
     """Positions of the whole text among those that a call computes."""
     if positions is None:
         return slice(None)
@@ -1002,8 +1040,9 @@ def _where(positions: int | slice | Sequence[int] | None, hook: HookPoint | Name
     if isinstance(positions, slice):
         wanted = list(range(*positions.indices(stop)))
     else:
-        each = [positions] if isinstance(positions, int) else list(positions)
-        wanted = [p + stop if p < 0 else p for p in each]
+        chosen = torch.as_tensor(positions)
+        chosen = chosen.nonzero() if chosen.dtype == torch.bool else chosen
+        wanted = [p + stop if p < 0 else p for p in chosen.reshape(-1).tolist()]
     return [p - start for p in wanted if start <= p < stop]
 
 
@@ -1088,6 +1127,8 @@ def _known(inputs: dict[str, Any]) -> dict[str, Any]:
         elif not (key in IGNORED_KEYS or key.startswith(IGNORED_PREFIX)):
             close = difflib.get_close_matches(key, INPUT_KEYS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
+            if key in ("past_kv_cache", "past_key_values", "cache"):
+                hint = "; here it is kv_cache=, a KVCache"
             raise TypeError(f"unknown keyword {key!r}{hint}")
     return known
 

@@ -45,12 +45,14 @@ class Place:
 
     Args:
         positions: of the tokens that it computes.
+        depth: runs inside one another, which hooks may start; 0 outside.
         goes_on: whether it is one call of several, on a key/value cache.
         noted: takes what points answer when asked whether their value can be made later.
         repeated: what they answered, where a block is computed once more.
     """
 
     positions: range | None = None
+    depth: int = 0
     goes_on: bool = False
     noted: list[bool] | None = None
     repeated: Iterator[bool] | None = None
@@ -382,7 +384,7 @@ class HookedRootModule(nn.Module):
         self.hook_dict: dict[str, HookPoint] = {}
         self._awaited: list[tuple[HookPoint, Handle]] = []
         self.place = Place()
-        self._runs = self._depth = 0
+        self._runs = 0
         for name, module in self.named_modules():
             if name:
                 self.mod_dict[name] = module
@@ -397,14 +399,14 @@ class HookedRootModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
-        self._depth += 1  # a hook may run the model inside a run
         place = self.place
+        place.depth += 1  # a hook may run the model inside a run
         outer = place.positions, place.goes_on, place.noted, place.repeated
         place.noted = place.repeated = None
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            self._depth -= 1
+            place.depth -= 1
             place.positions, place.goes_on, place.noted, place.repeated = outer
 
     # -- names -----------------------------------------------------------------------------------
@@ -775,13 +777,13 @@ class HookedRootModule(nn.Module):
         snapshots without gradient; with `incl_bwd` the output, which must be a single number (`return_type="loss"`), is
         differentiated and gradients are kept under `name + "_grad"`.
         """
-        stored, depth = Kept(), self._depth + 1
+        stored, depth = Kept(), self.place.depth + 1
         store = Store(
             stored,
             device,
             remove_batch_dim,
             pos_slice,
-            listens=lambda: self._depth <= depth,
+            listens=lambda: self.place.depth <= depth,
             lazy=lazy,
         )
         added: list[tuple[HookPoint, Handle, bool]] = []

@@ -33,6 +33,9 @@ class Held:
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.length = 0  # positions run, those that have left the window too
+        self._reached = (
+            0  # the furthest ever written: it has taken the slot of the one a window before
+        )
         self._keys: Tensor | None = None  # [batch kv_head slot d_head]
         self._values: Tensor | None = None
         self._alone = True  # False while a fork reads the same memory
@@ -44,6 +47,7 @@ class Held:
         pos, past = k.shape[2], self.length
         if not past:
             self._keys = self._values = None  # of a first call that failed
+            self._reached = 0
         elif self._keys is not None and (self._keys.dtype, self._keys.device) != (
             k.dtype,
             k.device,
@@ -91,6 +95,7 @@ class Held:
             buffer[:, :, begin : begin + first] = new[:, :, :first]
             if first < pos:
                 buffer[:, :, : pos - first] = new[:, :, first:]
+        self._reached = max(self._reached, end)
 
     def _make_room(self, k: New, v: New, slots: int) -> None:
         """Memory for so many slots, doubled when it grows so that a token costs no copy of those before it."""
@@ -118,18 +123,18 @@ class Held:
         )
 
     def crop(self, length: int) -> None:
-        self.length = length
+        self.length = min(self.length, length)  # a skipped block has run less
 
     def can_crop(self, length: int) -> bool:
         """Whether what a query at `length` sees is still there."""
         if self.window is None:
             return True
-        return max(0, length - self.window + 1) >= max(0, self.length - self.window)
+        return max(0, length - self.window + 1) >= max(0, self._reached - self.window)
 
     def fork(self, rows: Int[Tensor, " row"] | None = None) -> Held:
         """Another that goes on from here; memory is copied when either is next written to, or at once to choose rows."""
         other = Held(self.window)
-        other.length = self.length
+        other.length, other._reached = self.length, self._reached
         if rows is None:
             other._keys, other._values = self._keys, self._values
             self._alone = other._alone = False
@@ -179,6 +184,7 @@ class KVCache:
         self.length = 0
         self.attention_mask: Bool[Tensor, "batch length"] | None = None  # None: all are real
         self.rows = 0  # prompts in the batch; 0 before the first call
+        self.busy = False  # while a call on it runs
         self._lenders = {layer.lender for layer in cfg.layers if layer.lender is not None}
         self._held: dict[int, Held] = {}  # of blocks with keys of their own, and what is lent
         self._edited: dict[int, Held] = {}  # of a lender or borrower, where a hook made them differ
@@ -236,14 +242,17 @@ class KVCache:
 
         Args:
             rows: prompts of the batch to take, in any order and as often as wanted: `fork([0, 0, 0])` continues the first
-                prompt in three ways at once. None takes all.
+                prompt in three ways at once. A mask of all prompts chooses those where it is True. None takes all.
         """
         other = KVCache(self.cfg)
         other.length, other.rows = self.length, self.rows
         other.attention_mask, other._media = self.attention_mask, self._media
         chosen = None
         if rows is not None:
-            chosen = torch.as_tensor(rows, dtype=torch.long).reshape(-1)
+            chosen = torch.as_tensor(rows).reshape(-1)
+            if chosen.dtype == torch.bool and len(chosen) == self.rows:
+                chosen = chosen.nonzero()[:, 0]
+            chosen = chosen.long().cpu()
             if not chosen.numel() or int(chosen.min()) < 0 or int(chosen.max()) >= self.rows:
                 raise ValueError(f"fork({rows}): the cache holds prompts 0 to {self.rows - 1}")
             other.rows = len(chosen)
@@ -260,6 +269,11 @@ class KVCache:
 
     def check(self, cfg: HookedConfig, batch: int, types: Tensor | None) -> None:
         """Refuse a call that does not go on from what is held."""
+        if self.busy:
+            raise RuntimeError(
+                "a call on this kv_cache is running, or was interrupted at its very end. A hook may run the model on a fork taken "
+                "before the call; after an interrupt go on from an earlier fork, or begin again"
+            )
         if cfg.layers != self.cfg.layers:
             raise ValueError(
                 f"this kv_cache was made for {self.cfg.model_name!r}, whose blocks differ from those of {cfg.model_name!r}"
@@ -277,10 +291,31 @@ class KVCache:
                 "sees itself both ways, and cannot be split over calls; run it in one"
             )
 
+    def mask_of_call(self, mask: Tensor | None, pos: int) -> Tensor | None:
+        """An attention mask of this call's tokens, of one that may cover what is held as well.
+
+        Raises:
+            ValueError: it says otherwise of what is held than the calls before.
+        """
+        if mask is None or not self.length or mask.ndim != 2 or mask.shape[1] != self.length + pos:
+            return mask
+        before = mask[:, : self.length].bool()
+        held = torch.ones_like(before) if self.attention_mask is None else self.attention_mask
+        if before.shape != held.shape or not torch.equal(before, held.to(before.device)):
+            raise ValueError(
+                f"the attention_mask covers the {self.length} positions held and this call's {pos}, and says otherwise of those "
+                "held than the calls in which they ran: what has run cannot be hidden or shown afterwards"
+            )
+        return mask[:, self.length :]
+
     def real(
         self, padding: Bool[Tensor, "batch pos"] | None, pos: int, device: torch.device
     ) -> Tensor | None:
-        """Which positions are real, with those of the call at hand; None when all are."""
+        """Which positions are real, with those of the call at hand; None when all are.
+
+        Raises:
+            ValueError: a row has padding between its tokens, and is longer than the window, which counts padding too.
+        """
         if self.attention_mask is None and (padding is None or bool(padding.all())):
             return None
         batch = self.rows if padding is None else len(padding)
@@ -288,7 +323,21 @@ class KVCache:
             torch.ones(batch, n, dtype=torch.bool, device=device) if real is None else real
             for real, n in ((self.attention_mask, self.length), (padding, pos))
         )
+        if self.length and self.length + pos > self.cfg.window_size:
+            self._refuse_gaps(before, now)
         return torch.cat((before, now), 1)
+
+    def _refuse_gaps(self, before: Tensor, now: Tensor) -> None:
+        begins = now & ~torch.cat((before[:, -1:], now[:, :-1]), 1)  # a real token after padding
+        some = before.any(1, keepdim=True) | (now.cumsum(1) > now)
+        torn = (begins & some).any(1)
+        if bool(torn.any()):
+            row = int(torn.nonzero()[0, 0])
+            raise ValueError(
+                f"prompt {row} has padding between what is held and its new tokens: sliding blocks would count it as part of their "
+                f"window of {self.cfg.window_size}, and see less than the prompt alone. Go on from prompts one by one, on a "
+                "fork taken before the padding, or give all of them as many tokens"
+            )
 
     def places(self, window: int | None, pos: int, device: torch.device) -> Int[Tensor, " kv_pos"]:
         """Positions of the keys that `extend` returns in a block of this window."""

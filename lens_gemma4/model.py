@@ -229,7 +229,9 @@ def _watched(
     if edited:
         gone = torch.ones(mask.total, dtype=torch.bool, device=whole.device)
         gone[mask.keys] = False
-        if bool((shown[..., gone] != nothing).any()):
+        # A scaled mask is still one.
+        wrote = shown[..., gone] > nothing / 100 if nothing else shown[..., gone] != 0
+        if bool(wrote.any()):
             raise ValueError(
                 f"the hook on {point.name!r} wrote to a position that has left the window: its keys and values are gone from "
                 "the cache. Leave such positions as they are, or run the text without kv_cache"
@@ -758,9 +760,7 @@ class Gemma4(HookedRootModule):
         batch, pos, _ = stream.shape
         kv.check(self.cfg, batch, types)
         past, total = kv.length, kv.length + pos
-        if attention_mask is not None and attention_mask.shape == (batch, total):
-            attention_mask = attention_mask[:, past:]
-        padding = _padding(attention_mask, batch, pos)
+        padding = _padding(kv.mask_of_call(attention_mask, pos), batch, pos)
         real = kv.real(padding, pos, stream.device)
         if not past:
             masks = attention_masks(
@@ -775,12 +775,15 @@ class Gemma4(HookedRootModule):
             positions = self._position_ids(position_ids, real, total, stream.device)[:, past:]
         turns = self._rotary(positions, stream)
         lent: dict[int, tuple[Tensor, Tensor]] = {}
+        kv.busy = True
         try:
             yield {kind: Sight(masks[kind], turns[kind], lent, kv, product) for kind in masks}
         except BaseException:
             kv.forget()
+            kv.busy = False
             raise
         kv.settle(real, pos, batch, types)
+        kv.busy = False
 
     def _masks_after(
         self,

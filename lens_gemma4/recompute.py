@@ -26,15 +26,15 @@ def recomputed(
 ) -> Tensor:
     """`compute(stream)`, of which autograd keeps `stream` alone.
 
-    The second time the block's points have the functions that they had the first time, whoever came or went since; those
-    that edit are called again, and must do the same again (random numbers are the same), those that only keep are not.
+    The second time the block's points have the functions that they had the first time, whoever came or went since. They are
+    called again, and must do the same again (torch's global random numbers are the same); those of caches are not.
     """
     listening = [
         Listeners(point, list(point.fwd_hooks), list(point.bwd_hooks))
         for point in block.modules()
         if isinstance(point, HookPoint) and point.live
     ]
-    positions = place.positions
+    then = place.positions, place.depth
     answers: list[bool] = []  # of points asked whether their value can be made later
     ran = False
 
@@ -44,7 +44,7 @@ def recomputed(
             ran = True
             with _noting(place, answers):
                 return compute(stream)
-        with _as_then(block, place, listening, positions), _repeating(place, answers):
+        with _as_then(block, place, listening, then), _repeating(place, answers):
             return compute(stream)
 
     return checkpoint(run, stream, use_reentrant=False)
@@ -70,19 +70,20 @@ def _repeating(place: Place, answers: list[bool]) -> Iterator[None]:
 
 @contextmanager
 def _as_then(
-    block: nn.Module, place: Place, listening: list[Listeners], positions: range | None
+    block: nn.Module, place: Place, listening: list[Listeners], then: tuple[range | None, int]
 ) -> Iterator[None]:
     """The block's points with the functions of another time."""
     points = [point for point in block.modules() if isinstance(point, HookPoint)]
     now = [Listeners(point, point.fwd_hooks, point.bwd_hooks) for point in points]
-    outer, place.positions = place.positions, positions
+    outer = place.positions, place.depth
+    place.positions, place.depth = then  # a run that a hook starts is inside this one, as it was
     _set([Listeners(point, [], []) for point in points])
     _set(listening)
     try:
         yield
     finally:
         _set(now)
-        place.positions = outer
+        place.positions, place.depth = outer
 
 
 def _set(listening: list[Listeners]) -> None:

@@ -90,6 +90,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(kind: str, **text: Any) -> dict[str, Any]:
+    config = dict(KINDS[kind])
+    if "text_config" in config:
+        return config | {"text_config": config["text_config"] | text}
+    return config | text
+
+
 def build(
     kind: str = "text",
     dtype: torch.dtype = torch.float32,
@@ -99,19 +106,15 @@ def build(
     **text: Any,
 ) -> Gemma4:
     """A network of `KINDS` with random weights; keywords override fields of its text config."""
-    config = dict(KINDS[kind])
-    if "text_config" in config:
-        config["text_config"] = config["text_config"] | text
-    else:
-        config |= text
-    model = Gemma4(HookedConfig.from_hf(config), attn_implementation, image_mask)
+    config = HookedConfig.from_hf(config_of(kind, **text))
+    model = Gemma4(config, attn_implementation, image_mask)
     randomise(model, seed)
     return model.to(dtype)
 
 
-def hooked(kind: str = "text", dtype: torch.dtype = torch.float64) -> HookedModel:
-    """The user's model of a kind, in float64, where sums can be exact."""
-    model = HookedModel(HookedConfig.from_hf(KINDS[kind]))
+def hooked(kind: str = "text", dtype: torch.dtype = torch.float64, **text: Any) -> HookedModel:
+    """The user's model of a kind, in float64, where sums can be exact; keywords override fields of its text config."""
+    model = HookedModel(HookedConfig.from_hf(config_of(kind, **text)))
     randomise(model, seed=5)
     return model.to(dtype)
 

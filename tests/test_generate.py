@@ -249,7 +249,7 @@ def test_a_prefix_that_has_run_is_gone_on_from(tiny_model):
     fork = kv.fork()
     assert tiny_model.generate(" France is", 8, kv_cache=kv) == want.removeprefix("The capital of")
     n_new = len(tiny_model.to_tokens(want, prepend_bos=True)[0]) - 6
-    assert kv.length == 6 + n_new - 1  # the last token has not run
+    assert kv.length == 6 + n_new  # the last token has run, too: what follows may be more text
     assert fork.length == 4
     three = tiny_model.generate([" France is", " Italy is", " a"], 4, kv_cache=fork.fork([0, 0, 0]))
     assert three == [
@@ -263,28 +263,43 @@ def test_what_was_written_is_in_the_cache_for_the_next_call():
     ids = text_inputs(2, 9)["input_ids"]
     kv = KVCache(model.cfg)
     first = model.generate(ids, 6, kv_cache=kv, stop_at_eos=False)
+    assert kv.length == 15
+    text = text_inputs(2, 3, 7)["input_ids"]
+    want = model.generate(torch.cat((first, text), 1), 6, stop_at_eos=False)
+    assert torch.equal(model.generate(text, 6, kv_cache=kv.fork(), stop_at_eos=False), want[:, 15:])
+    kv.crop(14)  # to write on where it stopped
     more = model.generate(first[:, -1:], 6, kv_cache=kv, stop_at_eos=False)
     whole = model.generate(ids, 12, stop_at_eos=False)
     assert torch.equal(torch.cat((first, more[:, 1:]), 1), whole)
+    # another token in its place writes something else
+    assert not torch.equal(want[:, 18:], whole[:, 15:])
 
 
-def test_a_row_that_ended_can_be_gone_on_from_as_if_its_pads_were_not_there():
-    model = hooked()
+def test_a_row_that_ended_is_gone_on_from_where_its_pads_do_not_count():
+    """Pads after its end are hidden; where a window would count them too, going on is refused."""
     ids = text_inputs(2, 9)["input_ids"]
-    free = model.generate(ids, 10, stop_at_eos=False)
-    stop = int(free[0, 11])
-    assert stop not in free[1, 9:]
-    kv = KVCache(model.cfg)
-    written = model.generate(ids, 10, kv_cache=kv, stop=stop, stop_at_eos=False)
-    end = 9 + free[0, 9:].tolist().index(stop) + 1
-    got = model(torch.tensor([[7], [7]]), kv_cache=kv)[0, -1]
-    whole = torch.cat((written[:1, :-1], torch.tensor([[7]])), 1)
-    mask = torch.ones_like(whole)
-    want = [model(whole, attention_mask=mask, position_ids="mask")[0, -1]]
-    mask[0, end:-1] = 0
-    want.append(model(whole, attention_mask=mask, position_ids="mask")[0, -1])
-    assert (got - want[1]).abs().max() < 1e-10
-    assert (got - want[0]).abs().max() > 1e-3  # what it would be if they were
+    for window in (64, 4):
+        model = hooked("text", sliding_window=window)
+        free = model.generate(ids, 10, stop_at_eos=False)
+        end = next(e for e in range(1, 9) if free[0, 9 + e - 1] not in free[1, 9:])
+        stop = int(free[0, 9 + end - 1])
+        end = 9 + free[0, 9:].tolist().index(stop) + 1
+        kv = KVCache(model.cfg)
+        written = model.generate(ids, 10, kv_cache=kv, stop=stop, stop_at_eos=False)
+        assert kv.length == 19 and end < 19
+        text = torch.tensor([[7], [7]])
+        if window == 4:
+            with pytest.raises(ValueError, match="padding between"):
+                model(text, kv_cache=kv)
+            assert kv.length == 19
+            continue
+        got = model(text, kv_cache=kv)[:, -1]
+        alone = torch.cat((written[:1, :end], text[:1]), 1)
+        assert (got[0] - model(alone)[0, -1]).abs().max() < 1e-10
+        whole = torch.cat((written, text), 1)
+        seen = model(whole, attention_mask=torch.ones_like(whole))[:, -1]
+        assert (got[1] - seen[1]).abs().max() < 1e-10
+        assert (got[0] - seen[0]).abs().max() > 1e-3
 
 
 def test_embeddings_are_gone_on_from_and_only_new_tokens_returned():
@@ -883,7 +898,7 @@ def test_no_hook_is_left_after_an_interrupt(error, n):
             stop_at_eos=False,
         )
     assert not model.list_hooks() and not any(point.live for point in model.hook_points())
-    assert torch.is_grad_enabled() and not model._depth
+    assert torch.is_grad_enabled() and not model.place.depth
     assert kv.length == (0 if n == 1 else 9 + n - 2)  # whole steps, and no half of one
     model.generate(ids, 3)  # and it goes on working
 
@@ -1013,7 +1028,7 @@ def test_a_prompt_may_reach_the_last_position():
         model.generate(text_inputs(1, n_ctx + 1), 1)
     kv = KVCache(model.cfg)
     model(ids[:, :-2], kv_cache=kv)
-    with pytest.raises(ValueError, match="may be 1 at most"):
+    with pytest.raises(ValueError, match="may be 0 at most"):
         model.generate(ids[:, :2], 2, kv_cache=kv)
 
 

@@ -372,6 +372,22 @@ def test_writing_on_a_position_that_has_left_the_window_is_refused():
 # -- what goes wrong ------------------------------------------------------------------------------------
 
 
+def test_an_interrupt_at_the_very_end_leaves_a_cache_that_says_so(monkeypatch):
+    model, ids = build("text", F64), text_inputs(1, 9)["input_ids"]
+    kv = KVCache(model.cfg)
+    model(ids[:, :6], kv_cache=kv)
+
+    def interrupted(self, pos):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Held, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 6:], kv_cache=kv)
+    with pytest.raises(RuntimeError, match="interrupted at its very end"):
+        model(ids[:, 6:], kv_cache=kv)
+
+
 @pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("past", [0, 5, 13])
 def test_a_call_that_fails_adds_nothing(length, past):
@@ -559,3 +575,178 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
     with torch.inference_mode(False):
         assert off(run_in(model, ids[:, 9:], [1, 9, 1], None, kv), want[:, 9:]) < 1e-10
         assert off(run_in(model, ids[[1, 0], 9:], [1, 10], None, fork), want[[1, 0], 9:]) < 1e-10
+
+
+# -- what has been found to go wrong --------------------------------------------------------------------
+
+
+def test_cropping_step_by_step_is_refused_where_cropping_at_once_is():
+    """A slot of the ring is taken by the furthest position that was ever written there, failed calls included."""
+    model, ids = build("text", F64), text_inputs(2, 20)["input_ids"]
+    want = model(ids)
+    kv = KVCache(model.cfg)
+    model(ids[:, :12], kv_cache=kv)
+    kv.crop(11)
+    assert off(model(ids[:, 11:12], kv_cache=kv.fork()), want[:, 11:12]) < 1e-10
+    with pytest.raises(ValueError, match="is gone"):
+        kv.crop(10)
+    kv = KVCache(model.cfg)
+    model(ids[:, :12], kv_cache=kv)
+
+    def fail(value, hook):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.run_with_hooks(
+            ids[:, 12:13], kv_cache=kv, fwd_hooks=[("blocks.3.hook_resid_pre", fail)]
+        )
+    with pytest.raises(ValueError, match="is gone"):
+        kv.crop(11)
+    assert off(model(ids[:, 12:], kv_cache=kv), want[:, 12:]) < 1e-10
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_runs_forks_and_crops(seed):
+    """Whatever is not refused is right."""
+    rng = random.Random(seed)
+    model = build(rng.choice(CAUSAL), F64, seed=seed)
+    ids = text_inputs(1, 60, seed)["input_ids"]
+    kv, text, refused = KVCache(model.cfg), [], 0
+    for _ in range(25):
+        step = rng.choice(["run", "run", "fork", "crop", "crop"])
+        if step == "fork" and kv.length:
+            kv = kv.fork(rng.choice([None, [0]]))
+        elif step == "crop" and kv.length:
+            length = max(0, kv.length - rng.choice([1, 1, 1, 2, 3]))
+            try:
+                kv.crop(length)
+                text = text[:length]
+            except ValueError:
+                refused += 1
+        else:
+            n = rng.choice([1, 1, 1, 2, 5])
+            new = ids[0, torch.randint(0, 60, (n,))].tolist()
+            got = model(torch.tensor([new]), kv_cache=kv)
+            text += new
+            assert off(got, model(torch.tensor([text]))[:, -n:]) < 1e-10
+        assert kv.length == len(text)
+
+
+def test_texts_of_unlike_lengths_after_one_prefix_are_refused_past_the_window():
+    ids = text_inputs(2, 16)["input_ids"]
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :5] = 0
+    for window in (4, 64):
+        model = build("text", F64, sliding_window=window)
+        kv = KVCache(model.cfg)
+        model(ids[:, :8], kv_cache=kv)
+        if window == 4:
+            with pytest.raises(ValueError, match="prompt 0 has padding between"):
+                model(ids[:, 8:], attention_mask=mask, kv_cache=kv)
+            assert kv.length == 8
+            got = model(ids[:1, 13:], kv_cache=kv.fork([0]))
+        else:
+            got = model(ids[:, 8:], attention_mask=mask, kv_cache=kv)[:1, 5:]
+        alone = model(torch.cat((ids[:1, :8], ids[:1, 13:]), 1))[:, 8:]
+        assert off(got, alone) < 1e-10
+
+
+def test_a_mask_of_everything_agrees_with_what_is_held_or_is_refused():
+    model, ids = hooked("text"), text_inputs(2, 9)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    want = model(ids, attention_mask=mask)
+    kv = KVCache(model.cfg)
+    model(ids[:, :6], attention_mask=mask[:, :6], kv_cache=kv)
+    fork = kv.fork()
+    assert off(model(ids[:, 6:], attention_mask=mask, kv_cache=kv)[1], want[1, 6:]) < 1e-10
+    for wrong in (torch.ones_like(mask), mask.flip(0)):
+        with pytest.raises(ValueError, match="says otherwise"):
+            model(ids[:, 6:], attention_mask=wrong, kv_cache=fork)
+    got = model(ids[:, 6:], attention_mask=mask, kv_cache=fork, return_type="both")
+    assert got.loss.isfinite() and fork.length == 9
+    with pytest.raises(ValueError, match="give two or more"):
+        model(ids[:, :1], kv_cache=fork, return_type="loss")
+    assert fork.length == 9
+
+
+def test_a_skipped_block_is_not_made_longer_by_cropping():
+    model, ids = hooked("text"), text_inputs(1, 12)["input_ids"]
+    kv = KVCache(model.cfg)
+    model(ids[:, :2], kv_cache=kv)
+    with model.skip_layers(1, 1):
+        model(ids[:, 2:4], kv_cache=kv)
+    kv.crop(3)
+    with pytest.raises(ValueError, match="block 1 holds 2 of the 3"):
+        model(ids[:, 3:], kv_cache=kv)
+
+
+def test_prompts_are_chosen_by_a_mask():
+    model, ids = build("text", F64), text_inputs(3, 9)["input_ids"]
+    kv = KVCache(model.cfg)
+    model(ids[:, :6], kv_cache=kv)
+    fork = kv.fork(torch.tensor([True, False, True]))
+    assert fork.rows == 2
+    assert off(model(ids[[0, 2], 6:], kv_cache=fork), model(ids)[[0, 2], 6:]) < 1e-10
+
+
+def test_only_calls_of_the_model_take_a_cache():
+    model, ids = hooked("text"), text_inputs(1, 6)["input_ids"]
+    kv = KVCache(model.cfg)
+    model(ids, kv_cache=kv)
+    with pytest.raises(TypeError, match=r"kv_cache is True; give a KVCache\(model.cfg\)"):
+        model.prepare_next(True, ids)
+    with pytest.raises(TypeError, match="here it is kv_cache="):
+        model(ids, past_kv_cache=kv)
+    for call in (
+        lambda: model.attribute(ids, 5, kv_cache=kv),
+        lambda: model.logit_lens(ids, kv_cache=kv),
+        lambda: model.prepare(ids, kv_cache=kv),
+    ):
+        with pytest.raises(ValueError, match="give the prefix as part of the input"):
+            call()
+    with pytest.raises(ValueError, match="a cache shows all positions"):
+        model.run_with_cache(ids, logits_to_keep=1)
+    with pytest.raises(ValueError, match="chat messages begin a text"):
+        model([{"role": "user", "content": "more"}], kv_cache=kv)
+    assert kv.length == 6
+
+    def again(value, hook):
+        model(ids, kv_cache=kv)
+
+    with pytest.raises(RuntimeError, match="is running"):
+        model.run_with_hooks(ids, kv_cache=kv, fwd_hooks=[("blocks.0.hook_resid_pre", again)])
+    assert kv.length == 6 and not kv.busy
+
+
+def test_a_scaled_mask_beyond_the_window_is_still_one():
+    model, ids = build("text", F64), text_inputs(1, 12)["input_ids"]
+    hooks = [("blocks.*.attn.hook_attn_scores", lambda scores, hook: scores * 0.5)]
+    want = model.run_with_hooks(ids, fwd_hooks=hooks)
+    kv = KVCache(model.cfg)
+    with model.hooks(fwd_hooks=hooks):
+        got = run_in(model, ids, [7, 1, 1, 3], None, kv)
+    assert off(got, want) < 1e-10
+    assert off(want, model(ids)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [2, 8],
+        slice(1, 9),
+        8,
+        [False, True] * 6,
+        torch.tensor(8),
+        torch.tensor([True, False] * 6),
+    ],
+)
+def test_steering_counts_positions_of_the_whole_text(positions):
+    model, ids = hooked("text"), text_inputs(1, 12)["input_ids"]
+    vector = torch.linspace(-1, 1, model.cfg.d_model, dtype=F64)
+    kv = KVCache(model.cfg)
+    with model.steer(1, vector, positions=positions):
+        want = model(ids)
+        got = run_in(model, ids, [5, 1, 4, 2], None, kv)
+    assert off(got, want) < 1e-10
+    assert off(want, model(ids)) > 1e-3

@@ -3,12 +3,21 @@
 import pytest
 import torch
 
+from lens_gemma4 import products
 from lens_gemma4.products import FEW, PIECES, product, product_of_few
+
+
+@pytest.fixture(autouse=True)
+def _every_size(monkeypatch):
+    """Small weights, too, are spelled as large ones are."""
+    monkeypatch.setattr(products, "MANY", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out", [PIECES * 5, PIECES * 5 + 3, 1])
-@pytest.mark.parametrize("rows", [(1, 1), (1,), (2, 1), (FEW, 1), (1, FEW + 1), (3, 0), (2, 7)])
+@pytest.mark.parametrize(
+    "rows", [(1, 1), (1,), (2, 1), (3, 1), (FEW, 1), (1, FEW + 1), (3, 0), (2, 7)]
+)
 def test_a_product_is_what_linear_gives(rows, out, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*rows, 11, generator=generator).to(dtype)
@@ -27,3 +36,9 @@ def test_a_row_that_lies_apart_in_memory():
     for row in x:
         torch.testing.assert_close(product_of_few(row, w), row @ w.T)
     torch.testing.assert_close(product_of_few(x.transpose(0, 1), w), x.transpose(0, 1) @ w.T)
+
+
+def test_small_weights_are_left_to_linear(monkeypatch):
+    monkeypatch.setattr(products, "MANY", 24 * 16 + 1)
+    x, w = torch.randn(1, 16), torch.randn(24, 16)
+    assert torch.equal(product_of_few(x, w), torch.nn.functional.linear(x, w))

@@ -175,3 +175,18 @@ def test_frozen_weights_get_no_gradient():
     model.requires_grad_(True)
     model(ids, return_type="loss").backward()
     assert all(w.grad is not None for n, w in model.named_parameters() if n.startswith("blocks"))
+
+
+def test_a_run_that_a_hook_starts_is_not_kept_the_second_time_either():
+    model = hooked("text")
+    ids, other = text_inputs(1, 9)["input_ids"], text_inputs(1, 9, 5)["input_ids"]
+
+    def run_another(value, hook):
+        model(other, stop_at_layer=1)
+
+    model.gradient_checkpointing_enable()
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", run_another)]):
+        _, cache = model.run_with_cache(ids, return_type="loss", incl_bwd=True)
+    _, want = model.run_with_cache(ids)
+    for layer in range(2):
+        assert (cache["resid_post", layer] - want["resid_post", layer]).abs().max() < 1e-10

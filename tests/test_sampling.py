@@ -213,3 +213,14 @@ def test_settings_that_would_do_nothing_are_refused(settings):
         ValueError, match=f"{next(iter(settings))} would do nothing.*do_sample=True"
     ):
         Sampling(**settings)
+
+
+def test_ties_at_the_edge_of_top_p_are_cut_as_transformers_cuts_them(reference):
+    """Four tokens alike hold a quarter each: half of the probability is two of them."""
+    given = torch.full((2, D_VOCAB), -100.0)
+    given[:, [3, 9, 20, 31]] = 0.0
+    for p in (0.25, 0.5, 0.75):
+        want = processors(reference, top_p=p)(PROMPTS, given.clone())
+        got = Sampling(do_sample=True, top_p=p).scores(given.clone(), seen())
+        assert torch.equal(got, want)
+        assert got.isfinite().sum(-1).tolist() == [round(4 * p)] * 2
