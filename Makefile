@@ -54,7 +54,8 @@ PEERS = $(if $(TL_PYTHON),--tl-python $(TL_PYTHON)) $(if $(NNSIGHT_PYTHON),--nns
 
 bench: setup
 	$(BIN)/python benchmarks/loading.py -o benchmarks/results/loading.txt
-	$(BIN)/python benchmarks/forward.py -o benchmarks/results/forward.txt
+	$(BIN)/python benchmarks/forward.py $(PEERS) -o benchmarks/results/forward.txt
+	$(BIN)/python benchmarks/decode.py $(PEERS) -o benchmarks/results/decode.txt
 	$(BIN)/python benchmarks/lens.py $(if $(NNTERP_PYTHON),--nnterp-python $(NNTERP_PYTHON)) -o benchmarks/results/lens.txt
 	$(BIN)/python benchmarks/sweep.py $(PEERS) --tokens 32 -o benchmarks/results/sweep.txt
 	$(BIN)/python benchmarks/long.py -o benchmarks/results/long.txt
