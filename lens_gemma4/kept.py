@@ -131,9 +131,16 @@ class Store:
         self.defers = lazy and isinstance(target, Kept) and device is None and pos_slice is None
         self._put = target.keep if isinstance(target, Kept) else target.__setitem__
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of the run's own tensors
+        self._autocast: bool | None = None  # asked for once
 
     def save(self, name: str, axes: str, value: Tensor) -> None:
         kept = value.detach()
+        if self.defers and self._whole and not value.is_inference():
+            # What the lines below come to, in one place: a run that keeps everything does it hundreds of times.
+            self.target._entries[name] = kept  # type: ignore[attr-defined]
+            self.target._versions[name] = kept._version  # type: ignore[attr-defined]
+            self._names[id(value)] = weakref.ref(value), name
+            return
         self._put(name, kept if self._whole else self._snapshot(kept, axes))
         if self.defers:
             self._know(value, name)
@@ -145,8 +152,10 @@ class Store:
         could tell whether one is written into later, or when it might come out otherwise then (autocast)."""
         if not self.defers:
             return False
+        if self._autocast is None:
+            self._autocast = torch.is_autocast_enabled(inputs[0].device.type)
         sources = [self._name(x) for x in inputs]
-        if None in sources or torch.is_autocast_enabled(inputs[0].device.type):
+        if self._autocast or None in sources:
             return False
         without_batch = self.remove_batch_dim and self._loses_batch(axes)
         self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined,arg-type]
