@@ -284,6 +284,9 @@ def test_pictures_are_equal(index: int, pairs: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.*sliding blocks then compute mostly what nobody sees:UserWarning"
+)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("index", range(N_BATCHES))
 def test_every_picture_is_equal(index: int, budget: int, pairs: Any, tmp_path: Path) -> None:
