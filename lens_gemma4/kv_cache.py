@@ -33,9 +33,8 @@ class Held:
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.length = 0  # positions run, those that have left the window too
-        self._reached = (
-            0  # the furthest ever written: it has taken the slot of the one a window before
-        )
+        # The end of what was ever written: each position has taken the slot of the one a window before it.
+        self._reached = 0
         self._keys: Tensor | None = None  # [batch kv_head slot d_head]
         self._values: Tensor | None = None
         self._alone = True  # False while a fork reads the same memory

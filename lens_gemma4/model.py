@@ -595,7 +595,7 @@ class Gemma4(HookedRootModule):
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep for the way back what enters each block, and compute its inside once more then: a forward pass more in time, and
-        memory for one block instead of all. Functions that edit inside blocks are called again then."""
+        memory for one block instead of all. Hooks on points inside blocks are called again then, but those of caches."""
         self._recomputes = True
 
     def gradient_checkpointing_disable(self) -> None:
