@@ -119,10 +119,10 @@ def hidden_states(model: torch.nn.Module, ids: Tensor, pixels: Tensor | None) ->
 
 # ------------------------------------------------------------------------------------ the lesson plan
 
-REPEATS_ALONE = 0.12  # of the training: looking back comes first, and the rest is built on it
-REPEATED_ROWS = 24, 10  # a step, alone and beside the others
-ROWS_OF_TASKS = {"gifts": 3, "facts": 3, "having": 6, "years": 2}
-CODE_ROWS, PICTURE_ROWS = 4, 5
+REPEATS_ALONE = 0.17  # of the training: looking back comes first, and the rest is built on it
+REPEATED_ROWS = 24, 8  # a step, alone and beside the others
+ROWS_OF_TASKS = {"gifts": 5, "facts": 2, "having": 6, "years": 3}
+CODE_ROWS, PICTURE_ROWS = 2, 8
 TEXT_LENGTH, CODE_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
 
 

@@ -141,8 +141,8 @@ leaves, without reading which.
 - **code**: "The code is 42.", then one to seven sentences of the first tasks, then "The code is"; codes never told in training,
   whose rows were at most {code_length} tokens long.
 - **pictures**: "<|image|> the shape at the top left is" red circle, two tokens; colours and shapes never seen in that corner.
-  Pictures are 384 x 384 pixels, one shape in each quarter, 100 to 150 pixels large and anywhere in it; drawn by
-  `shapes.py`. Give the processor its budget of 70 tokens (`image_tokens=70`), which leaves them as they are: 8 x 8 patches.
+  Pictures are 384 x 384 pixels, one shape in each quarter, 34 to 46 pixels large, anywhere within any of the quarter's 16
+  patches; drawn by `shapes.py`. Give the processor its budget of 70 tokens (`image_tokens=70`), which leaves them as they are: 8 x 8 patches.
 
 `prompts.json` holds prompts with the right answer and a wrong one; pictures as lists of their shapes, for `shapes.picture`.
 

@@ -18,6 +18,7 @@ from words import CAPITAL, CONTINENT, LANGUAGE
 
 SEED = "held out"
 CASES = 1000
+ROWS = 512  # of each period
 PERIODS = 4, 8, 16, 24, 32, 40, 48
 Case = tuple[str, str]  # prompt, answer
 
@@ -87,7 +88,7 @@ def repeats(checkpoint: Checkpoint) -> Iterator[Measured]:
     n_words = checkpoint.model.config.text_config.vocab_size
     for period in PERIODS:
         generator = torch.Generator().manual_seed(10**12 + period)  # training seeds lie far below
-        rows = repeated_rows(2 * period, [period] * 512, n_words, generator)
+        rows = repeated_rows(2 * period, [period] * ROWS, n_words, generator)
         known = rows.weights > 0
         with torch.no_grad():
             best = torch.cat([best_next(checkpoint.model, some) for some in rows.ids.split(64)])
@@ -181,11 +182,21 @@ def pictures(checkpoint: Checkpoint) -> Iterator[Measured]:
         yield Measured("pictures", what, share, CASES, guessing)
 
 
+MEASURES: dict[str, Callable[[Checkpoint], Iterator[Measured]]] = {
+    "repeats": repeats,
+    "gifts": gifts,
+    "facts": facts,
+    "having": belongings,
+    "years": years,
+    "code": codes,
+    "pictures": pictures,
+}
+
+
 def evaluate(folder: Path) -> list[Measured]:
     """Every task, on the checkpoint in `folder`."""
     checkpoint = load(folder)
-    tasks = repeats, gifts, facts, belongings, years, codes, pictures
-    return [measured for task in tasks for measured in task(checkpoint)]
+    return [found for measure in MEASURES.values() for found in measure(checkpoint)]
 
 
 def table(results: list[Measured]) -> str:

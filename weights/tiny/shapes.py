@@ -13,8 +13,7 @@ SIDE = 384  # pixels: 8 x 8 patches, which the processor at its budget of 70 lea
 CELL = SIDE // 2
 PATCH = 48
 BUDGET = 70  # soft tokens of the processor's setting; a picture of ours fills 64 of them
-SMALLEST, LARGEST = 100, 150  # of a shape, in pixels
-MARGIN = 8  # from a shape to the edge of its cell
+SMALLEST, LARGEST = 34, 46  # of a shape, in pixels: each lies within one patch
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def is_held_out(colour: str, shape: str, corner: int) -> bool:
 
 
 def scene(rng: random.Random, held_out_corner: int | None = None) -> list[Drawn]:
-    """A shape in each corner, row by row, anywhere within its quarter.
+    """A shape in each quarter, row by row, anywhere within any of the quarter's patches.
 
     Training scenes hold no shape that is held out; with `held_out_corner` the one there is.
     """
@@ -47,7 +46,9 @@ def drawn(rng: random.Random, corner: int, held_out: bool) -> Drawn:
         if is_held_out(colour, shape, corner) == held_out:
             break
     size = rng.randint(SMALLEST, LARGEST)
-    left, top = (rng.randint(MARGIN, CELL - MARGIN - size) for _ in range(2))
+    left, top = (
+        PATCH * rng.randrange(CELL // PATCH) + rng.randint(0, PATCH - 1 - size) for _ in range(2)
+    )
     return Drawn(colour, shape, left + CELL * (corner % 2), top + CELL * (corner // 2), size)
 
 

@@ -27,7 +27,7 @@ from tokenizer import build_processor, build_tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-STEPS = 6000
+STEPS = 3200
 SAVE_EVERY = 100
 LOG_EVERY = 10
 PEAK_RATE = 3e-3
