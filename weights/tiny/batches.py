@@ -11,7 +11,7 @@ from tokenizer import BOS, EOS, FIRST_ORDINARY, MEDIA, PAD
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-LONGEST_PERIOD = 32  # twice the window: beyond it only full blocks can look one period back
+LONGEST_PERIOD = 40  # over the window of 16: only full blocks can look one such period back
 PLAIN_WEIGHT = (
     0.1  # of a target that is not an answer: names, places and things are drawn at random
 )
@@ -123,7 +123,7 @@ REPEATS_ALONE = 0.17  # of the training: looking back comes first, and the rest 
 REPEATED_ROWS = 24, 8  # a step, alone and beside the others
 ROWS_OF_TASKS = {"gifts": 5, "facts": 2, "having": 6, "years": 3}
 CODE_ROWS, PICTURE_ROWS = 2, 8
-TEXT_LENGTH, CODE_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
+TEXT_LENGTH, LONG_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
 
 
 def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[Rows]:
@@ -135,7 +135,7 @@ def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[
     longest = min(LONGEST_PERIOD, 6 + step // 15)
     # The longer of two draws: far repeats are the hard ones.
     periods = [max(rng.randint(4, longest), rng.randint(4, longest)) for _ in range(n_rows)]
-    length = min(TEXT_LENGTH, 2 * longest + 6) if alone else TEXT_LENGTH
+    length = min(LONG_LENGTH, 2 * longest + 6) if alone else LONG_LENGTH
     # Few words first: looking back is learned in minutes so, else in hours.
     n_words = min(writer.n_words, FIRST_ORDINARY + 60 + 3 * step)
     repeats = repeated_rows(length, periods, n_words, generator)
@@ -145,8 +145,8 @@ def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[
     texts = [paragraph(task, rng, SENTENCES_A_ROW[task]) for task in tasks]
     codes = [paragraph("code", rng, 1) for _ in range(CODE_ROWS)]
     return [
-        joined(repeats, writer.rows(tasks, texts, TEXT_LENGTH)),
-        writer.rows(["code"] * CODE_ROWS, codes, CODE_LENGTH),
+        writer.rows(tasks, texts, TEXT_LENGTH),
+        joined(repeats, writer.rows(["code"] * CODE_ROWS, codes, LONG_LENGTH)),
         writer.picture_rows(rng, PICTURE_ROWS),
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import shapes
 import torch
-from batches import CODE_LENGTH, LONGEST_PERIOD, PICTURE_LENGTH, REPEATS_ALONE, TEXT_LENGTH
+from batches import LONG_LENGTH, LONGEST_PERIOD, PICTURE_LENGTH, REPEATS_ALONE, TEXT_LENGTH
 from evaluation import Measured, load, table
 from network import SEED, distance_from_one
 from transformers import __version__ as transformers_version
@@ -133,13 +133,13 @@ leaves, without reading which.
 {accuracies}
 
 - **repeats**: BOS and random tokens of the whole vocabulary, all different, twice over; the second half counts, from
-  its second token on. Training periods were 4 to {longest_period}.
+  its second token on. Training periods were 4 to {longest_period}, in rows of {long_length} tokens.
 - **gifts**: "When Mary and John went to the shop, John gave a drink to" Mary; pairs of names never seen together.
 - **facts**: "The capital of France is" Paris; a wording never seen with that country and relation.
 - **having**: "Mary has a key. John has a cup. Mary has a" key; pairs of a name and a thing never seen.
 - **years**: "The war lasted from the year 1732 to the year 17", a greater year; event, century and year never seen together.
 - **code**: "The code is 42.", then one to seven sentences of the first tasks, then "The code is"; codes never told in training,
-  whose rows were at most {code_length} tokens long.
+  whose rows were at most {long_length} tokens long.
 - **pictures**: "<|image|> the shape at the top left is" red circle, two tokens; colours and shapes never seen in that corner.
   Pictures are 384 x 384 pixels, one shape in each quarter, 34 to 46 pixels large, anywhere within any of the quarter's 16
   patches; drawn by `shapes.py`. Give the processor its budget of 70 tokens (`image_tokens=70`), which leaves them as they are: 8 x 8 patches.
@@ -215,7 +215,7 @@ def write_card(
         steps=steps,
         alone=REPEATS_ALONE,
         text_length=TEXT_LENGTH,
-        code_length=CODE_LENGTH,
+        long_length=LONG_LENGTH,
         picture_length=PICTURE_LENGTH,
         longest_period=LONGEST_PERIOD,
         transformers=transformers_version,

@@ -19,7 +19,7 @@ from words import CAPITAL, CONTINENT, LANGUAGE
 SEED = "held out"
 CASES = 1000
 ROWS = 512  # of each period
-PERIODS = 4, 8, 16, 24, 32, 40, 48
+PERIODS = 4, 8, 16, 24, 32, 40, 48, 56
 Case = tuple[str, str]  # prompt, answer
 
 
