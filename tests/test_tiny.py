@@ -87,7 +87,7 @@ def test_no_training_picture_holds_what_is_held_out():
 def test_pieces_are_the_sentence_and_answers_are_one_token(task, tokenizer):
     rng, writer = random.Random(task), batches.Writer(tokenizer)
     for _ in range(50):
-        pieces = tasks.paragraph(task, rng, 2)
+        pieces = tasks.paragraph(tasks.SENTENCES[task], rng, 2)
         ids, weights = writer.ids(pieces)
         assert [tokenizer.bos_token_id, *ids] == tokenizer(tasks.plain(pieces))["input_ids"]
         answers = [tokenizer.decode([i]) for i, w in zip(ids, weights, strict=True) if w == 1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import shapes
 import torch
-from tasks import TASKS, Piece, paragraph
+from tasks import SENTENCES, TASKS, Piece, later_fact, paragraph
 from tokenizer import BOS, EOS, FIRST_ORDINARY, MEDIA, PAD
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -121,7 +121,11 @@ def hidden_states(model: torch.nn.Module, ids: Tensor, pixels: Tensor | None) ->
 
 REPEATS_ALONE = 0.17  # of the training: looking back comes first, and the rest is built on it
 REPEATED_ROWS = 24, 8  # a step, alone and beside the others
-ROWS_OF_TASKS = {"gifts": 5, "facts": 2, "having": 6, "years": 3}
+SECOND_PART = 19 / 32  # of the training is over when it begins
+ROWS_OF_TASKS = (  # a step, in the first part and in the second
+    {"gifts": 5, "facts": 2, "having": 6, "years": 3},
+    {"gifts": 4, "facts": 4, "having": 4, "years": 5},
+)
 CODE_ROWS, PICTURE_ROWS = 2, 8
 TEXT_LENGTH, LONG_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
 
@@ -141,9 +145,12 @@ def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[
     repeats = repeated_rows(length, periods, n_words, generator)
     if alone:
         return [repeats]
-    tasks = [task for task, count in ROWS_OF_TASKS.items() for _ in range(count)]
-    texts = [paragraph(task, rng, SENTENCES_A_ROW[task]) for task in tasks]
-    codes = [paragraph("code", rng, 1) for _ in range(CODE_ROWS)]
+    # A fact in few wordings is learned once for each of them; what comes later makes it one.
+    second = progress >= SECOND_PART
+    makers = SENTENCES | ({"facts": later_fact} if second else {})
+    tasks = [task for task, count in ROWS_OF_TASKS[second].items() for _ in range(count)]
+    texts = [paragraph(makers[task], rng, SENTENCES_A_ROW[task]) for task in tasks]
+    codes = [makers["code"](rng) for _ in range(CODE_ROWS)]
     return [
         writer.rows(tasks, texts, TEXT_LENGTH),
         joined(repeats, writer.rows(["code"] * CODE_ROWS, codes, LONG_LENGTH)),

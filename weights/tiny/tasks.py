@@ -16,6 +16,7 @@ from words import (
     HAVING,
     HELD,
     LASTING,
+    LATER_FACTS,
     NAMES,
     PLACES,
     RELATIONS,
@@ -65,12 +66,18 @@ def fact_of(country: str, relation: int, template: str) -> list[Piece]:
     return [(text, False), (f" {COUNTRIES[country][relation]}", True), (".", False)]
 
 
-def fact(rng: random.Random, held_out: bool = False) -> list[Piece]:
-    """A country's capital, language or continent."""
+def fact(rng: random.Random, held_out: bool = False, later: bool = False) -> list[Piece]:
+    """A country's capital, language or continent; with `later` in any of the wordings."""
     country, relation = rng.choice(list(COUNTRIES)), rng.choice(RELATIONS)
-    kept = held_out_template(country, relation)
-    template = kept if held_out else rng.choice([t for t in FACTS[relation] if t != kept])
+    kept, wordings = held_out_template(country, relation), list(FACTS[relation])
+    if later:
+        wordings += LATER_FACTS[relation]
+    template = kept if held_out else rng.choice([one for one in wordings if one != kept])
     return fact_of(country, relation, template)
+
+
+def later_fact(rng: random.Random) -> list[Piece]:
+    return fact(rng, later=True)
 
 
 # --------------------------------------------------------------------------------- facts in the context
@@ -179,11 +186,13 @@ SENTENCES: dict[str, Callable[..., list[Piece]]] = {
 }
 
 
-def paragraph(task: str, rng: random.Random, n_sentences: int) -> list[Piece]:
+def paragraph(
+    make: Callable[[random.Random], list[Piece]], rng: random.Random, n_sentences: int
+) -> list[Piece]:
     """Sentences of one task, one after another."""
     pieces: list[Piece] = []
     for _ in range(n_sentences):
-        (text, is_answer), *rest = SENTENCES[task](rng)
+        (text, is_answer), *rest = make(rng)
         pieces += [(f" {text}" if pieces else text, is_answer), *rest]
     return pieces
 
@@ -193,6 +202,6 @@ def facts_to_ask(relation: int, held_out: bool) -> list[tuple[str, str]]:
     return [
         first_case(fact_of(country, relation, template))
         for country in COUNTRIES
-        for template in FACTS[relation]
+        for template in [*FACTS[relation], *LATER_FACTS[relation]]
         if (template == held_out_template(country, relation)) == held_out
     ]

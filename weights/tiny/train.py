@@ -85,7 +85,8 @@ def backward(model: nn.Module, rows: Rows) -> dict[str, float]:
     for task in tasks.unique().tolist():
         here = tasks == task
         total = total + (losses[here] * weights[here]).sum() / weights[here].sum()
-        answers[TASKS[task]] = losses[here & (weights == 1)].mean().item()
+        if (here & (weights == 1)).any():  # a row may have been cut before its first answer
+            answers[TASKS[task]] = losses[here & (weights == 1)].mean().item()
     total.backward()
     return answers
 

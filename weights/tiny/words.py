@@ -74,6 +74,27 @@ FACTS = {  # the first wording of each relation is shown for every country
         "The continent of {country} is {answer}.",
     ],
 }
+LATER_FACTS = {  # wordings for every country that come in the second part of the training
+    CAPITAL: [
+        "The people of {country} call their capital {answer}.",
+        "People in {country} think that their capital is {answer}.",
+        "People say that the government of {country} sits in {answer}.",
+        "When you are in {country} the capital is {answer}.",
+        "The first city of {country} is {answer}.",
+    ],
+    LANGUAGE: [
+        "The people of {country} speak {answer}.",
+        "When you are in {country} you speak {answer}.",
+        "The school of {country} teaches {answer}.",
+        "People in {country} write in {answer}.",
+    ],
+    CONTINENT: [
+        "The people of {country} live in {answer}.",
+        "When you are in {country} you are in {answer}.",
+        "People say that {country} lies in {answer}.",
+        "The land of {country} is in {answer}.",
+    ],
+}
 
 HAVING = "{name} has a {thing}."
 LASTING = "The {event} lasted from the year {century}{start} to the year {century}{end}."
