@@ -110,7 +110,7 @@ def evaluate(
 
     >>> model = HookedModel.from_pretrained("tiny")
     >>> texts = ["The capital of France is Paris.", "People in Egypt speak Arabic."]
-    >>> evaluate(model, texts, max_length=15)["text_loss"] < 2
+    >>> evaluate(model, texts, max_length=15)["text_loss"] < 3
     True
     """
     sets = texts if isinstance(texts, Mapping) else {"text": texts}
