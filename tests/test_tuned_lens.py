@@ -2,7 +2,6 @@
 ends where an unbroken one does."""
 
 import doctest
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from small import KINDS, randomise
+from tasks import sentence
 
 from lens_gemma4 import HookedConfig, HookedModel, TunedLens, train_tuned_lens, tuned_lens
 from lens_gemma4.tuned_lens import kl_by_block
 
 IDS = torch.randint(3, 80, (6, 7), generator=torch.Generator().manual_seed(0))
-TRAINER = Path(__file__).parent.parent / "weights" / "tiny" / "train.py"
 QUICK = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "progress": False}
 
 
@@ -90,11 +89,8 @@ def test_a_block_that_is_not_there_is_refused(model, layer):
 @pytest.fixture(scope="module")
 def sentences():
     """Two lots of the kind of text that the shipped checkpoint was trained on, none in both."""
-    spec = importlib.util.spec_from_file_location("train_tiny", TRAINER)
-    trainer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(trainer)
     rng = random.Random(5)
-    drawn = list(dict.fromkeys(trainer.sentence(rng) for _ in range(300)))
+    drawn = list(dict.fromkeys(sentence(rng) for _ in range(300)))
     return drawn[40:], drawn[:40]
 
 
