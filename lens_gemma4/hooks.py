@@ -100,10 +100,13 @@ class HookPoint(nn.Module):
 
     def of(self, make: Make, *inputs: Tensor) -> Tensor:
         """`make(*inputs)`, a value that whoever only keeps it may make again when it is read."""
-        value = make(*inputs)
-        if not self.live or self._deferred(value, make, inputs):
+        return self.again(make(*inputs), make, *inputs)
+
+    def again(self, value: Tensor, make: Make | None, *inputs: Tensor) -> Tensor:
+        """A value that is at hand already; `make(*inputs)`, where it is known, makes it again to the bit."""
+        if not self.live or (make is not None and self._deferred(value, make, inputs)):
             return value
-        return self._run(value)[0]
+        return self._passed(value)
 
     def defer(self, make: Make, *inputs: Tensor) -> bool:
         """Whether nobody needs this value now: nobody listens, or the one who does keeps the way to make it."""

@@ -1,7 +1,8 @@
 """What a run keeps: values, and for those that follow from others kept beside them the way to make them.
 
 Nothing here knows about Gemma. Memory that stays is what caching costs, not arithmetic: so a value that can be made
-again, to the bit, from values that are kept anyway (never from weights) is made when it is first read.
+again, to the bit, from values that are kept anyway (and at most a norm's gain, of which it has a copy) is made when it is
+first read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 Make = Callable[..., Tensor]
+
+
+class Made(NamedTuple):
+    """A value, and how it is made of another; no way is known of one that a hook changed."""
+
+    value: Tensor
+    make: Make | None
+    of: Tensor
 
 
 class Deferred(NamedTuple):

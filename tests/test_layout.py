@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": {"config"},
     "products": set(),
     "recompute": {"hooks"},
-    "norms": {"hooks"},
+    "norms": {"hooks", "kept"},
     "media": {"config", "hooks", "norms", "errors"},
     "model": {
         *(
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "products",
             "recompute",
             "norms",
+            "kept",
             "media",
             "errors",
         ),
