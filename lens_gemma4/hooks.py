@@ -124,7 +124,7 @@ class HookPoint(nn.Module):
         if self.bwd_hooks or len(self.fwd_hooks) != 1:
             return False
         handle = self.fwd_hooks[0]
-        if not (isinstance(handle.fn, Saver) and handle.reads_only):
+        if type(handle.fn) is not Saver or not handle.reads_only:
             return False
         deferred = handle.fn.defer(value, make, inputs)
         handle.reached += deferred
@@ -186,7 +186,9 @@ class HookPoint(nn.Module):
 
     def keep_in(self, store: Store, name: str) -> Handle:
         """`add_hook` of a `Saver`, which a run that keeps everything does at hundreds of points."""
-        handle = Handle(_saver(store, self), self._asked(name), reads_only=True)
+        saver = Saver(store, self.name or "", self.axes)
+        asked = self if name == self.name else NamedPoint(self, name)
+        handle = Handle(saver, asked, False, None, True)
         self.fwd_hooks.append(handle)
         self.live = True
         return handle

@@ -111,9 +111,6 @@ class Kept(MutableMapping[str, Tensor]):
                 self[follower]
 
 
-_UNKNOWN: tuple[Callable[[], Any], str] = (lambda: None), ""
-
-
 class Store:
     """Puts snapshots of values into a mapping, moved and sliced as asked.
 
@@ -163,11 +160,17 @@ class Store:
             return False
         if self._autocast is None:
             self._autocast = torch.is_autocast_enabled(inputs[0].device.type)
-        sources = [self._name(x) for x in inputs]
-        if self._autocast or None in sources:
+        if self._autocast:
             return False
+        sources = []
+        for x in inputs:
+            # Compared by identity: another tensor may have its number once it is gone.
+            known = self._names.get(id(x))
+            if known is None or known[0]() is not x:
+                return False
+            sources.append(known[1])
         without_batch = self.remove_batch_dim and self._loses_batch(axes)
-        self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined,arg-type]
+        self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined]
         if value is not None:
             self._know(value, name)
         return True
@@ -175,11 +178,6 @@ class Store:
     def _know(self, value: Tensor, name: str) -> None:
         if not value.is_inference():
             self._names[id(value)] = weakref.ref(value), name
-
-    def _name(self, value: Tensor) -> str | None:
-        """What a tensor is kept as. Compared by identity: another may have its number once it is gone."""
-        ref, name = self._names.get(id(value), _UNKNOWN)
-        return name if ref() is value else None
 
     def _loses_batch(self, axes: str) -> bool:
         return self.remove_batch_dim and axes.startswith("batch")
