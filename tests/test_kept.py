@@ -162,7 +162,7 @@ def test_a_write_into_what_it_follows_from_is_an_error_and_no_wrong_value():
         kept["blocks.2.mlp.hook_post"]
     # nor what follows by several steps
     kept["blocks.2.attn.hook_out"].mul_(2)
-    with pytest.raises(RuntimeError, match="attn.hook_out.*written into"):
+    with pytest.raises(RuntimeError, match=r"attn\.hook_out.*written into"):
         kept["blocks.2.hook_resid_mid"]
 
 
