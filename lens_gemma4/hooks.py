@@ -405,14 +405,13 @@ class HookedRootModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
         place = self.place
-        place.depth += 1  # a hook may run the model inside a run
-        outer = place.positions, place.goes_on, place.noted, place.repeated
-        place.noted = place.repeated = None
+        outer = place.depth, place.positions, place.goes_on, place.noted, place.repeated
         try:
+            place.depth += 1  # a hook may run the model inside a run
+            place.noted = place.repeated = None
             return super().__call__(*args, **kwargs)
         finally:
-            place.depth -= 1
-            place.positions, place.goes_on, place.noted, place.repeated = outer
+            place.depth, place.positions, place.goes_on, place.noted, place.repeated = outer
 
     # -- names -----------------------------------------------------------------------------------
 

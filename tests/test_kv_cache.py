@@ -563,6 +563,8 @@ def test_logits_of_the_last_positions_alone(tiny_model):
         tiny_model(text, logits_to_keep=2, return_type="loss")
     with pytest.raises(ValueError, match="logits_to_keep=0"):
         tiny_model(text, logits_to_keep=0)
+    with pytest.raises(ValueError, match=r"logits_to_keep=1\.5"):
+        tiny_model(text, logits_to_keep=1.5)
 
 
 def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
