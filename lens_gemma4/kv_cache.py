@@ -61,9 +61,19 @@ class Held:
         else:
             self._write(k, v)
             assert self._keys is not None and self._values is not None
-            shown = slice(past + pos if self.window is None else min(past + pos, self.window))
-            self.seen = (k, v) if not past else (self._keys[:, :, shown], self._values[:, :, shown])
+            self.seen = (
+                (k, v)
+                if not past
+                else (self._in_order(self._keys, past + pos), self._in_order(self._values, past + pos))
+            )
         return self.seen
+
+    def _in_order(self, buffer: Tensor, total: int) -> Seen:
+        """By position: sums over keys in the ring's order would round otherwise than transformers' own."""
+        if self.window is None or total <= self.window:
+            return buffer[:, :, :total]
+        oldest = total % self.window
+        return torch.cat((buffer[:, :, oldest:], buffer[:, :, :oldest]), 2) if oldest else buffer
 
     def settle(self, pos: int) -> None:
         """The call that added `pos` positions is over."""
@@ -343,10 +353,7 @@ class KVCache:
         total = self.length + pos
         if window is None or not self.length:
             return torch.arange(total, device=device)
-        if pos > 1:
-            return torch.arange(max(0, self.length - window + 1), total, device=device)
-        slots = torch.arange(min(total, window), device=device)
-        return self.length - (self.length - slots) % window if total > window else slots
+        return torch.arange(max(0, self.length - window + 1), total, device=device)
 
     def extend(
         self,
