@@ -114,8 +114,10 @@ class Mask:
 
     def of_everything(self) -> Mask:
         """This one, of which it is known that it hides nothing."""
-        seen = torch.ones(1, 1, len(self.queries), len(self.keys), dtype=torch.bool)
-        self._visible = seen.to(self.keys.device).expand(self.rows, -1, -1, -1) if self.passed else None
+        if self.passed:
+            shape = len(self.queries), len(self.keys)
+            seen = torch.ones(1, 1, *shape, dtype=torch.bool, device=self.keys.device)
+            self._visible = seen.expand(self.rows, 1, *shape)
         return self
 
     def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:

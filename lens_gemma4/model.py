@@ -802,12 +802,12 @@ class Gemma4(HookedRootModule):
         for kind in {layer.kind for layer in self.cfg.layers}:
             rule = rule_of(self.cfg, kind, real, types, self.image_mask)
             keys = kv.places(rule.window, pos, device)
-            # One token sees all that is held but padding; kernels round otherwise under a mask that hides nothing, so it is
-            # passed where transformers passes it.
-            full = rule.window is not None and kv.length + pos >= rule.window
-            knows = knows_images(self.cfg, kind, self.image_mask)
+            # One token sees all that is held but padding. Under a mask kernels round otherwise, even where it hides nothing:
+            # it is passed where transformers passes one.
             hides = pos > 1 or real is not None
-            mask = Mask(rule, queries, keys, batch, kv.length + pos, hides or full or knows)
+            full = rule.window is not None and kv.length + pos >= rule.window
+            passed = hides or full or knows_images(self.cfg, kind, self.image_mask)
+            mask = Mask(rule, queries, keys, batch, kv.length + pos, passed)
             masks[kind] = mask if hides else mask.of_everything()
         return masks
 
