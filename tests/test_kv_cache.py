@@ -226,7 +226,7 @@ same_order = pytest.mark.skipif(
 
 @same_order
 @pytest.mark.parametrize("step", [1, None])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 38, 40])
 def test_calls_on_a_cache_are_transformers_own_to_the_last_bit(seed, step, tmp_path):
     check_bits(seed, tmp_path, step)
 
