@@ -32,7 +32,7 @@ from lens_gemma4.hooks import HookedRootModule, HookPoint, Part
 from lens_gemma4.kept import Made
 from lens_gemma4.kv_cache import KVCache
 from lens_gemma4.local import local_attention
-from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
+from lens_gemma4.masks import ImageMask, Mask, attention_masks, knows_images, rule_of
 from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
 from lens_gemma4.norms import RMSNorm, Shown, empty
 from lens_gemma4.products import product_of_few
@@ -815,9 +815,13 @@ class Gemma4(HookedRootModule):
         for kind in {layer.kind for layer in self.cfg.layers}:
             rule = rule_of(self.cfg, kind, real, types, self.image_mask)
             keys = kv.places(rule.window, pos, device)
-            # One token sees all that is held but padding.
-            passed = pos > 1 or real is not None
-            masks[kind] = Mask(rule, queries, keys, batch, kv.length + pos, passed)
+            # One token sees all that is held but padding. Under a mask kernels round otherwise, even where it hides nothing:
+            # it is passed where transformers passes one.
+            hides = pos > 1 or real is not None
+            full = rule.window is not None and kv.length + pos >= rule.window
+            passed = hides or full or knows_images(self.cfg, kind, self.image_mask)
+            mask = Mask(rule, queries, keys, batch, kv.length + pos, passed)
+            masks[kind] = mask if hides else mask.of_everything()
         return masks
 
     def sight(
