@@ -4,7 +4,7 @@
     python docs/snippets.py README.md    # one page
 
 A page's ```python blocks run from top to bottom in one namespace (README.md: in one for each `##` section, which
-starts with torch, HookedModel and the loaded model). Lines that start with `#>` are what the statement above them
+starts with torch, HookedModel and the loaded model). Lines that start with `# >` are what the statement above them
 printed. Code of other libraries stands in ```py blocks and is not run.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-SHOWN = "#>"
+SHOWN = "# >"
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 LARGE = re.compile(r'"google/gemma-4-12B(?:-it)?"(, device="cuda")?(, dtype=torch\.bfloat16)?')
 
@@ -49,7 +50,7 @@ def rewritten(part: str, scope: dict[str, Any], where: str) -> str:
 
 
 def run(code: str, scope: dict[str, Any], where: str) -> str:
-    """Run a snippet; the same code with its `#>` lines as they are now."""
+    """Run a snippet; the same code with its `# >` lines as they are now."""
     lines = code.splitlines()
     out: list[str] = []
     done, printed = 0, ""
@@ -86,6 +87,15 @@ def _near(one: str, other: str) -> bool:
     digits = len(one.split("e")[0].partition(".")[2])
     room = 10.0**-digits if "e" not in one else 10 * abs(float(one))  # e: a size of rounding
     return abs(float(one) - float(other)) <= 1.01 * room + 1e-3 * abs(float(one))
+
+
+def difference(shown: str, now: str) -> str | None:
+    """The first line of a page that would be another today, or None."""
+    pairs = itertools.zip_longest(shown.rstrip().splitlines(), now.rstrip().splitlines())
+    for number, (one, other) in enumerate(pairs, start=1):
+        if one is None or other is None or not alike(one.rstrip(), other.rstrip()):
+            return f"line {number}:\n  {one}\nis today\n  {other}\n(python docs/snippets.py)"
+    return None
 
 
 def fresh(page: Path) -> dict[str, Any]:
