@@ -8,14 +8,21 @@ replaced. No figure of a measurement stands outside such a part.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lens_gemma4 import names
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402  (the 12B's shape)
+
 RESULTS = ROOT / "benchmarks" / "results"
 MADE = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 PEERS = "[--tl-python TL/bin/python] [--nnsight-python NNSIGHT/bin/python]"
@@ -191,6 +198,34 @@ def plan() -> str:
     return "```text\n" + "\n".join(rows) + "\n```"
 
 
+def memory() -> str:
+    """Sizes of the 12B in bfloat16, from its shape and the list of its tensors."""
+    text = gpu.TEXT_12B
+    blocks, heads, width = (
+        text[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    tensors = json.loads((ROOT / "weights" / "gemma-4-12B.tensors.json").read_text())
+    weights = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+    sizes = {
+        "the stream after every block": lambda n: blocks * n * width,
+        "every pattern": lambda n: blocks * heads * n * n,
+        "one block's patterns": lambda n: heads * n * n,
+        "logits of every position": lambda n: n * text["vocab_size"],
+        "logits of the last": lambda n: text["vocab_size"],
+    }
+    tokens = [64, 512, 4096, 32768]
+    rows = [[what, *(_bytes(2 * of(n)) for n in tokens)] for what, of in sizes.items()]
+    head = ["bfloat16, at tokens", *(f"{n:,}" for n in tokens)]
+    return f"Weights: {weights / 1e9:.2f} billion, {_bytes(2 * weights)} in bfloat16.\n\n{table(head, rows)}"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 1e3:,.1f} kB"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "hook points": names.markdown,
     "vocabularies": vocabularies,
@@ -202,6 +237,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "lens": lens,
     "loading": loading,
     "long": long,
+    "memory": memory,
     "plan": plan,
 }
 
