@@ -5,6 +5,7 @@ what they show today, and one line makes them run on another checkpoint.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -12,17 +13,21 @@ from functools import partial
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import seeing
+import shapes
 import small
 import talking
 import torch
 from execute import execute, main, troubles
 from nbformat.v4 import new_code_cell, new_notebook
+from words import COLOURS
 
 import lens_gemma4
 
 ROOT = Path(__file__).parent.parent
+TINY = ROOT / "weights" / "tiny"
 LENS, DIRECT, ABLATION, IMAGES = NAMES = (
     *("logit_lens", "direct_logit_attribution", "head_ablation"),
     "image_tokens",
@@ -82,13 +87,15 @@ VALUES = {
         **{name: name for name in "answer versus n_moved n_exactly farthest same counts".split()},
         **{name: name for name in "padded_moves real_moves rules_apart shares n_names".split()},
         **{name: name for name in "from_picture from_words rest asked remainder".split()},
-        **{name: name for name in "without_sun sum_of_sun n_sun".split()},
+        **{name: name for name in "without_quarter sum_of_quarter n_quarter".split()},
+        **{name: name for name in "said circle cuts carried same_pixels".split()},
+        "recovered": "recovered.tolist()",
         "positions": "span.positions.tolist()",
         "effects": "effects.tolist()",
         "read": "read.tolist()",
         "at": "PATCH[1] * span.shape[0] + PATCH[0]",
         "moved": "moved.tolist()",
-        "pixels": "torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(240, 360, 3).tolist()",
+        "pixels": "torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(384, 384, 3).tolist()",
     },
 }
 # After everything else: the cell with the sums once more, as if nobody knew of the scalars.
@@ -133,10 +140,11 @@ def runs(tmp_path_factory):
 def other(tmp_path_factory):
     """Another checkpoint for the same texts: bfloat16 as the 12B is, other sizes, blocks that borrow keys and values."""
     folder = tmp_path_factory.mktemp("other")
-    text = small.SHARED | {"vocab_size": 1254, "final_logit_softcapping": 30.0}
+    vocabulary = json.loads((TINY / "config.json").read_text())["text_config"]["vocab_size"]
+    text = small.SHARED | {"vocab_size": vocabulary, "final_logit_softcapping": 30.0}
     talking.make(folder, torch.bfloat16, **text)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "weights" / "tiny" / file, folder)
+        shutil.copy(TINY / file, folder)
     return folder
 
 
@@ -530,20 +538,27 @@ def test_induction_heads_are_found_and_confirmed(runs, tiny_model):
 def check_images(values, rounding):
     """What holds of any checkpoint."""
     assert values["n_exactly"] == 1 and values["farthest"] == 1 < values["n_moved"] <= 9
-    assert max(range(60), key=values["moved"].__getitem__) == values["at"] == 17
-    assert values["same"] and values["padded_moves"] == 0.0 < values["real_moves"]
+    assert max(range(64), key=values["moved"].__getitem__) == values["at"] == 10
+    assert values["same"] and values["same_pixels"]
+    assert values["padded_moves"] == 0.0 < values["real_moves"]
     assert values["rules_apart"] > 0.01
     counts = {int(budget): given for budget, given in values["counts"].items()}
     for budget, (n, columns, rows) in counts.items():
         assert 0.85 * budget < n == columns * rows <= budget
-    assert counts[70] == [60, 10, 6] and len(counts) == 5
+    assert counts[70] == [64, 8, 8] and len(counts) == 5
     assert values["asked"] == pytest.approx(
         values["from_picture"] + values["from_words"] + values["rest"], abs=rounding
     )
     assert values["remainder"] < rounding
     assert sum(values["read"]) == pytest.approx(values["from_picture"], abs=rounding)
-    assert 0 < max(values["shares"]) <= 1.001 and len(values["effects"]) == 60
-    assert values["n_sun"] == 9
+    assert 0 < max(values["shares"]) <= 1.001 and len(values["effects"]) == 64
+    assert values["n_quarter"] == 16
+    # Entering block 0 the two pictures' runs differ in one row; it is all of the way.
+    first = values["recovered"][0]
+    assert first[values["circle"]] == 1
+    assert not any(first[: values["circle"]]) and not any(first[values["circle"] + 1 :])
+    for rows in zip(*values["carried"].values(), values["recovered"], strict=True):
+        assert sum(rows[:-1]) == pytest.approx(sum(rows[-1][2:-1]) + rows[-1][-1], abs=1e-3)
 
 
 def test_image_tokens_hold_together_on_the_shipped_checkpoint(runs):
@@ -555,12 +570,27 @@ def test_image_tokens_hold_together_after_changing_one_line(tmp_path):
     check_images(run(IMAGES, tmp_path, model=folder)[1], rounding=0.05)
 
 
+def test_the_picture_is_one_that_the_shipped_checkpoint_knows(runs):
+    """Drawn in the notebook as `shapes.py` draws them."""
+    scene = [
+        shapes.Drawn("red", "circle", 102, 54, 40),
+        shapes.Drawn("green", "square", 246, 100, 40),
+        shapes.Drawn("yellow", "triangle", 54, 294, 38),
+        shapes.Drawn("blue", "cross", 294, 244, 42),
+    ]
+    pixels = torch.tensor(runs[IMAGES][1]["pixels"], dtype=torch.uint8)
+    assert torch.equal(pixels, torch.tensor(np.asarray(shapes.picture(scene))))
+    other = [scene[0], dataclasses.replace(scene[1], shape="circle"), *scene[2:]]
+    assert not torch.equal(pixels, torch.tensor(np.asarray(shapes.picture(other))))
+
+
 def test_the_numbers_of_patches_are_what_hooks_make_of_them(runs, tiny_model):
     values = runs[IMAGES][1]
-    prompt = f"{tiny_model.image_token} The capital of France is"
+    prompt = f"{tiny_model.image_token} the shape at the top left is"
     pixels = torch.tensor(values["pixels"], dtype=torch.uint8)
     inputs = tiny_model.prepare(prompt, images=[pixels], image_tokens=70)
     where = values["positions"]
+    assert tiny_model.to_single_str_token(values["answer"]) == " red"
 
     def difference(rows=()):
         def zero(stream, hook):
@@ -571,20 +601,58 @@ def test_the_numbers_of_patches_are_what_hooks_make_of_them(runs, tiny_model):
         return (logits[values["answer"]] - logits[values["versus"]]).item()
 
     clean = difference()
-    strongest = max(range(60), key=lambda i: abs(values["effects"][i]))
+    strongest = max(range(64), key=lambda i: abs(values["effects"][i]))
     for i in (strongest, 0, 31):
         assert values["effects"][i] == pytest.approx(difference([i]) - clean, abs=1e-3)
-    # The sun is in columns 7 to 9 and rows 0 to 2.
-    sun = [10 * y + x for y in range(3) for x in (7, 8, 9)]
-    assert values["without_sun"] == pytest.approx(difference(sun) - clean, abs=1e-3)
-    assert values["sum_of_sun"] == pytest.approx(sum(values["effects"][i] for i in sun), abs=1e-4)
-    beside = [10 * y + x for y in range(3) for x in (6, 7, 8)]
-    assert abs(values["without_sun"] - difference(beside) + clean) > 0.1  # the control
-    assert abs(values["without_sun"] - values["sum_of_sun"]) > 0.1
+    quarter = [8 * y + x for y in range(4) for x in range(4)]
+    assert values["without_quarter"] == pytest.approx(difference(quarter) - clean, abs=1e-3)
+    singly = sum(values["effects"][i] for i in quarter)
+    assert values["sum_of_quarter"] == pytest.approx(singly, abs=1e-4)
+    beside = [8 * y + x for y in range(4) for x in range(4, 8)]
+    assert abs(values["without_quarter"] - difference(beside) + clean) > 0.1  # the control
     _, cache = tiny_model.run_with_cache(inputs, names_filter="*pattern")
     for layer, share in enumerate(values["shares"]):
         pattern = cache["pattern", layer][0, :, -1, where]
         assert share == pytest.approx(pattern.sum(1).mean().item(), abs=1e-4)
+
+
+def test_the_answer_moves_from_its_patch_to_the_last_position(runs, tiny_model):
+    values = runs[IMAGES][1]
+    assert tiny_model.to_single_str_token(values["said"]) == " orange"
+    prompt = f"{tiny_model.image_token} the shape at the top left is"
+    pixels = torch.tensor(values["pixels"], dtype=torch.uint8)
+    red = torch.tensor(COLOURS["red"], dtype=torch.uint8)
+    orange = torch.tensor(COLOURS["orange"], dtype=torch.uint8)
+    repainted = torch.where((pixels == red).all(-1, keepdim=True), orange, pixels)
+    first, second = (
+        tiny_model.prepare(prompt, images=[image], image_tokens=70) for image in (pixels, repainted)
+    )
+    _, kept = tiny_model.run_with_cache(first, names_filter="*hook_resid_pre")
+
+    def difference(inputs, **hooks):
+        logits = tiny_model.run_with_hooks(**inputs, **hooks)[0, -1]
+        return (logits[values["answer"]] - logits[values["said"]]).item()
+
+    low, high, last = difference(second), difference(first), len(values["recovered"][0]) - 1
+
+    def carries(layer, position):
+        def put(stream, hook):
+            stream[0, position] = kept["resid_pre", layer][0, position]
+
+        hooks = [(f"blocks.{layer}.hook_resid_pre", put)]
+        return (difference(second, fwd_hooks=hooks) - low) / (high - low)
+
+    n_layers = tiny_model.cfg.n_layers
+    for layer, position in ((1, values["circle"]), (n_layers - 1, values["circle"]), (5, last)):
+        want = carries(layer, position)
+        assert values["recovered"][layer][position] == pytest.approx(want, abs=1e-4)
+    read = [row[last] for row in values["recovered"]]
+    assert read[0] == pytest.approx(0, abs=1e-6) and read[-1] > 0.5
+    assert values["recovered"][-1][values["circle"]] < 0.5
+    # Only full blocks look so far back, and cutting any other look changes nothing.
+    full = [i for i in range(n_layers) if tiny_model.cfg.layer(i).kind == "full"]
+    changed = [i for i, change in enumerate(values["cuts"]) if abs(change) > 1e-4]
+    assert changed == full and min(values["cuts"]) < -0.5 * (high - low)
 
 
 # -- these checks can fail ----------------------------------------------------------------------------
