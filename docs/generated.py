@@ -21,7 +21,8 @@ from lens_gemma4 import names
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
-import gpu  # noqa: E402  (the 12B's shape)
+import common  # noqa: E402  (shapes of the models that are measured)
+import gpu  # noqa: E402  (the 12B's)
 
 RESULTS = ROOT / "benchmarks" / "results"
 MADE = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
@@ -75,6 +76,20 @@ def made_by(name: str) -> str:
     command = command.replace("$(PEERS)", PEERS).replace("  ", " ")
     date, versions = lines(name)[0].split("  ", 1)
     return f"`python {command}`\n\n{date}: {versions}; all of it in [{name}.txt](../benchmarks/results/{name}.txt)."
+
+
+def shapes() -> str:
+    """The random models that are measured."""
+    told = []
+    for name, text in (("small", common.TEXT_SMALL), ("mid", common.TEXT_MID)):
+        blocks, heads, width, words = (
+            text[key]
+            for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+        )
+        told.append(
+            f"- *{name}*: {blocks} blocks of {heads} heads, {width} wide, {words:,} words, random weights"
+        )
+    return "\n".join(told)
 
 
 def forward() -> str:
@@ -150,7 +165,7 @@ def sweep(name: str) -> str:
     ]
     body = [[*row[:4], *(row[4].get(way, "") for way in ways)] for row in rows]
     estimate = next(line for line in lines(name) if line.startswith("attribution patching"))
-    return f"{made_by(name)}\n\n{table(head, body)}\n\n{estimate[0].upper() + estimate[1:]}."
+    return f"{made_by(name)}\n\n{lines(name)[1].capitalize()}.\n\n{table(head, body)}\n\n{estimate[0].upper() + estimate[1:]}."
 
 
 def growth() -> str:
@@ -229,6 +244,7 @@ def _bytes(size: float) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "hook points": names.markdown,
     "vocabularies": vocabularies,
+    "shapes": shapes,
     "forward": forward,
     "decode": decode,
     "sweep": lambda: sweep("sweep"),

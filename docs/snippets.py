@@ -76,7 +76,10 @@ def _executed(statement: ast.stmt, scope: dict[str, Any], where: str) -> str:
 
 def alike(one: str, other: str) -> bool:
     """Same words, and numbers that agree but for rounding: another machine adds up in another order."""
-    if NUMBER.sub("0", one) != NUMBER.sub("0", other):
+    words = [
+        " ".join(NUMBER.sub("0", line).split()) for line in (one, other)
+    ]  # columns move by a sign
+    if words[0] != words[1]:
         return False
     return all(_near(a, b) for a, b in zip(NUMBER.findall(one), NUMBER.findall(other), strict=True))
 
