@@ -52,7 +52,7 @@ notebooks: setup
 pictures: setup
 	$(BIN)/python notebooks/pictures.py -o pictures
 
-# What pages print and what is made from something else, as it is today; then the API reference, docs/_build/lens_gemma4.html.
+# What pages print and what is made from something else, as it is today; then the site with the API reference, docs/_build/index.html.
 docs: setup
 	$(BIN)/python docs/generated.py
 	$(BIN)/python docs/snippets.py

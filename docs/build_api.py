@@ -1,10 +1,12 @@
-"""Builds the API reference from docstrings: `make docs`, then open docs/_build/lens_gemma4.html.
+"""Builds the API reference from docstrings, and the pages beside it: `make docs`, then open docs/_build/index.html.
 
 python docs/build_api.py [FOLDER]
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,29 @@ import pdoc
 import pdoc.doc
 import pdoc.doc_types
 import pdoc.render
+import pdoc.render_helpers
+import snippets
 
-FOLDER = Path(__file__).resolve().parent / "_build"
-# What the pages import beside the package itself, whose `__all__` has patching and utils.
+ROOT = snippets.ROOT
+FOLDER = ROOT / "docs" / "_build"
+# What the pages import beside the package itself, whose `__all__` has patching and utils; and what its classes inherit from.
 MODULES = tuple(
     f"lens_gemma4.{name}"
     for name in (
-        *(
-            "attribution",
-            "circuits",
-            "evals",
-            "interventions",
-            "names",
-            "pictures",
-            "plots",
-            "sweep",
-        ),
-    )
+        "attribution circuits evals hooks inputs interventions model names pictures plots readings stacks sweep"
+    ).split()
 )
+PAGES = [*snippets.PAGES, ROOT / "weights" / "tiny" / "README.md"]
+STYLE = """
+body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; } code { font-size: .9em; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+td, th { border: 1px solid #ccc; padding: .25rem .5rem; text-align: left; vertical-align: top; }
+@media (prefers-color-scheme: dark) {
+  body { background: #161616; color: #ddd; } pre { background: #242424; } a { color: #8ab4f8; }
+  td, th { border-color: #444; }
+}
+"""
 
 
 class Written(str):
@@ -48,11 +55,51 @@ def as_written(annotation: Any, *_: Any) -> Any:
 
 
 def build(folder: Path = FOLDER) -> Path:
-    """Write the pages; the first of them."""
+    """Write the site; its first page."""
     pdoc.doc.safe_eval_type = pdoc.doc_types.safe_eval_type = as_written
     pdoc.render.configure(docformat="google", math=False, show_source=False, search=True)
     pdoc.pdoc("lens_gemma4", *MODULES, output_directory=folder)
-    return folder / "lens_gemma4.html"
+    for page in PAGES:
+        out = place(page, folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(rendered(page, folder), encoding="utf-8")
+    first = os.path.relpath(place(ROOT / "docs" / "index.md", folder), folder)
+    (folder / "index.html").write_text(
+        f'<!doctype html><meta http-equiv="refresh" content="0; url={first}">', encoding="utf-8"
+    )
+    return folder / "index.html"
+
+
+def place(page: Path, folder: Path) -> Path:
+    """Where a page of the repository is written."""
+    return folder / page.relative_to(ROOT).with_suffix(".html")
+
+
+def rendered(page: Path, folder: Path) -> str:
+    """A page as HTML, its links to other pages and to files of the repository kept."""
+    out = place(page, folder)
+
+    def linked(found: re.Match[str]) -> str:
+        path, mark, anchor = found[1].partition("#")
+        target = (page.parent / path).resolve()
+        target = place(target, folder) if target in PAGES else target
+        return f"]({os.path.relpath(target, out.parent)}{mark}{anchor})"
+
+    text = re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", linked, page.read_text(encoding="utf-8"))
+    around = {
+        "map": place(ROOT / "docs" / "index.md", folder),
+        "README": place(ROOT / "README.md", folder),
+        "API": folder / "lens_gemma4.html",
+    }
+    bar = " · ".join(
+        f'<a href="{os.path.relpath(where, out.parent)}">{name}</a>'
+        for name, where in around.items()
+    )
+    style = STYLE + pdoc.render_helpers.formatter.get_style_defs("pre")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{snippets.title(text)}</title>'
+        f"<style>{style}</style><nav>{bar}</nav>{pdoc.render_helpers.to_html(text)}</html>"
+    )
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def test_the_examples_of_public_names_run():
     assert ran > 20
 
 
-def test_the_api_reference_is_built_without_a_warning(tmp_path):
+def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("pdoc", reason="pdoc builds the API reference: pip install -e '.[dev]'")
     # In a process of its own: here annotations are checked at run time, and functions wrapped for it.
     script = [sys.executable, "-W", "error", str(ROOT / "docs" / "build_api.py"), str(tmp_path)]
@@ -236,6 +236,22 @@ def test_the_api_reference_is_built_without_a_warning(tmp_path):
     plain = html.unescape(re.sub(r"<[^>]+>", "", text))
     assert "vector: Float[Tensor" in plain and "'batch pos'" in plain
     assert "jaxtyping." not in plain, "annotations as they are written"
+    assert 'id="Stacks.decompose_resid"' in (tmp_path / "lens_gemma4" / "stacks.html").read_text()
+    pages = [tmp_path / page.relative_to(ROOT).with_suffix(".html") for page in ALL]
+    dead = [(page.name, link) for page in pages for link in dead_links(page)]
+    assert not dead
+    assert dead_links(pages[0], '<a href="none.html"> <a href="README.html#none">') != []
+
+
+def dead_links(page, text: str | None = None) -> list[str]:
+    """Links of a built page that lead to no file, or to no heading of one."""
+    found = []
+    for link in re.findall(r'<a href="(?!https?:)([^"]+)"', text or page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and f'id="{anchor}"' not in target.read_text()):
+            found.append(link)
+    return found
 
 
 def test_the_api_reference_has_every_module_that_a_page_imports_from():
