@@ -110,7 +110,7 @@ def evaluate(
 
     >>> model = HookedModel.from_pretrained("tiny")
     >>> texts = ["The capital of France is Paris.", "People in Egypt speak Arabic."]
-    >>> evaluate(model, texts, max_length=15)["text_loss"] < 2
+    >>> evaluate(model, texts, max_length=15)["text_loss"] < 3
     True
     """
     sets = texts if isinstance(texts, Mapping) else {"text": texts}
@@ -141,7 +141,7 @@ def induction_loss(
 
     Args:
         tokenizer: of no effect, as ids are drawn; for TransformerLens's signature.
-        subseq_len: tokens that come twice; all of a row differ. "tiny" was trained on rows of 50 tokens: give it 24.
+        subseq_len: tokens that come twice; all of a row differ. "tiny" was trained on up to 40: give it 24.
         prepend_bos: None means on. The BOS stands in front, in place of no token.
         seed: of the tokens.
     Raises:
