@@ -112,7 +112,7 @@ def run(
     answer: str | None = None,
     versus: str | None = None,
     model: str = "tiny",
-    image: str | None = None,
+    image: Any = None,
     device: str | None = None,
     dtype: str | None = None,
     output: str | Path = PAGE,
@@ -122,6 +122,7 @@ def run(
 
     Args:
         model: a Hub id, a folder, or "tiny".
+        image: a file or an address, or several.
         device, dtype: by default the CPU and the checkpoint's own.
         output: the page; found out to be writable before the work.
         options: those of `report`.

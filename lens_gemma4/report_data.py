@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from lens_gemma4.metrics import Metric, logit, logit_difference
 from lens_gemma4.spans import Span
 from lens_gemma4.version import __version__
 from lens_gemma4.visible import token_label
-
 from lens_gemma4.watching import DIRECT, PARTS, SQUARES, WIDE, Watch
 
 # Values that stand under two names, just before and just after nothing happens to them.
@@ -69,7 +68,9 @@ class Question:
     def words(self) -> str:
         """The asked number in words."""
         of = self.label(self.answer)
-        return f"logit of {of}" + ("" if self.versus is None else f" minus {self.label(self.versus)}")
+        return f"logit of {of}" + (
+            "" if self.versus is None else f" minus {self.label(self.versus)}"
+        )
 
     def metric(self) -> Metric:
         if self.versus is None:
@@ -129,8 +130,10 @@ def ask(
 
 
 def _token(model: HookedModel, token: str | int) -> int:
-    return model.to_single_token(token) if isinstance(token, str) else int(
-        attribution.token_ids(token, model.cfg.d_vocab)
+    return (
+        model.to_single_token(token)
+        if isinstance(token, str)
+        else int(attribution.token_ids(token, model.cfg.d_vocab))
     )
 
 
@@ -395,8 +398,7 @@ def _visible(question: Question) -> dict[str, Tensor]:
     model = question.model
     kinds = sorted({layer.kind for layer in model.cfg.layers})
     return {
-        kind: pictures.visible(model, question.tensors, kind, model.image_mask)[0]
-        for kind in kinds
+        kind: pictures.visible(model, question.tensors, kind, model.image_mask)[0] for kind in kinds
     }
 
 
@@ -448,5 +450,3 @@ def _vocabulary(question: Question, data: Mapping[str, Any]) -> dict[int, str]:
     named: Iterable[Int[Tensor, "*axes"]] = (data["lens"]["ids"], data["logit_lens"]["ids"])
     ids = torch.cat([one.flatten().long() for one in named]).unique().tolist()
     return {token: question.label(token) for token in {*ids, *question.asked}}
-
-

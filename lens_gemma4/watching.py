@@ -28,9 +28,7 @@ PARTS = (
     *("hook_mlp_out", "hook_resid_sum", "hook_resid_post"),
 )
 # Those as wide as the stream, of which the head can be asked.
-WIDE = tuple(
-    part for part in PARTS if names.BY_NAME[f"blocks.{{i}}.{part}"].axes == names.STREAM
-)
+WIDE = tuple(part for part in PARTS if names.BY_NAME[f"blocks.{{i}}.{part}"].axes == names.STREAM)
 # Those that lie on the stream or are added to it, so that a share of a logit is theirs.
 DIRECT = tuple(part for part in WIDE if part.startswith("hook_"))
 SQUARES = ("attn.hook_attn_scores", "attn.hook_pattern")  # masked, of no length that says anything
@@ -83,9 +81,7 @@ class Watch:
             model.cfg, model.to_single_token, self.top_k, list(self.asked), False, model.device
         )
         size = max(1, lenses.MAX_BYTES // readings.row_bytes(model.cfg.d_vocab, rows.dtype))
-        parts = [
-            readings.read(lenses.project(model, chunk), asked) for chunk in rows.split(size)
-        ]
+        parts = [readings.read(lenses.project(model, chunk), asked) for chunk in rows.split(size)]
         return {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
 
     # -- as arrays ------------------------------------------------------------------------------------
@@ -113,7 +109,9 @@ class Watch:
 
         return self._stacked(DIRECT, given)
 
-    def said(self, key: str) -> Float[Tensor, "part layer place k"] | Int[Tensor, "part layer place k"]:
+    def said(
+        self, key: str
+    ) -> Float[Tensor, "part layer place k"] | Int[Tensor, "part layer place k"]:
         """A field of `readings.Readings` for each of `WIDE`, at `positions`."""
         n_pos = next(iter(self.norms.values())).shape[0]
 

@@ -26,6 +26,9 @@ TOP_LEVEL = {
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "outputs": set(),
+    "visible": set(),
+    "pages": set(),
     "config": set(),
     "names": {"config", "errors"},
     "kept": set(),
@@ -171,6 +174,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("masks", "spans", "forms", "plots", "overlays", "attribution", "cache", "lenses"),
         *("hooked_model", "results"),
     },
+    "watching": {"names", "attribution", "readings", "lenses", "hooked_model"},
+    "report_data": {
+        *("version", "visible", "config", "names", "spans", "attribution", "cache"),
+        *("hooked_model", "metrics", "maps", "pictures", "watching"),
+    },
+    "report": {"outputs", "pages", "hooked_model", "report_data"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }

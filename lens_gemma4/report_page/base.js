@@ -5,8 +5,10 @@ const $ = (id) => document.getElementById(id);
 function element(space, tag, attributes, children) {
   const made = space ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith('on')) made.addEventListener(name.slice(2), value);
+    if (value === undefined || value === null) continue;
+    if (name.startsWith('aria-')) made.setAttribute(name, String(value));
+    else if (value === false) continue;
+    else if (name.startsWith('on')) made.addEventListener(name.slice(2), value);
     else if (name === 'text') made.textContent = value;
     else made.setAttribute(name, value === true ? '' : value);
   }
@@ -31,14 +33,14 @@ function number(value) {
   if (value === null || Number.isNaN(value)) return 'n/a';
   if (value === 0) return '0';
   const size = Math.abs(value);
-  return minus(size >= 1e-3 && size < 1e5 ? value.toPrecision(4) : value.toExponential(3));
+  if (size >= 9999.5 && size < 1e7) return minus(whole(Math.round(value)));
+  return minus(size >= 1e-3 && size < 1e4 ? value.toPrecision(4) : value.toExponential(3));
 }
 const signed = (value) => (value > 0 ? '+' : '') + number(value);
 
-// A share of one in percent: two places, more where it is small.
+// A share of one in percent, with two places.
 function percent(value) {
-  if (value >= 0.00005 || value === 0) return `${(100 * value).toFixed(2)} %`;
-  return `${minus((100 * value).toExponential(1))} %`;
+  return value > 0 && value < 0.00005 ? '<0.01 %' : `${(100 * value).toFixed(2)} %`;
 }
 const whole = (value) => value.toLocaleString('en').replace(/,/g, '\u202f');
 

@@ -39,7 +39,7 @@ const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 // Black or white, whichever can be read on a colour.
 function inkOn([r, g, b]) {
   const [x, y, z] = [r, g, b].map((v) => (v / 255) ** 2.2);
-  return 0.2126 * x + 0.7152 * y + 0.0722 * z > 0.3 ? '#14171b' : '#ffffff';
+  return 0.2126 * x + 0.7152 * y + 0.0722 * z > 0.19 ? '#14171b' : '#ffffff';
 }
 
 function reachOf(values) {
@@ -69,8 +69,8 @@ function legend(colourAt, ends, unit) {
   }
   canvas.setAttribute('aria-hidden', 'true');
   return el('div', { class: 'legend' }, el('span', { text: ends[0] }), canvas, el('span', { text: ends[1] }),
-    el('span', { text: unit }));
+    el('span', { class: 'unit', text: unit }));
 }
 const signedLegend = (reach, unit) =>
-  legend((t) => signedColour(2 * t - 1, 1), [number(-reach), `+${number(reach)}`], `${unit} · 0 is neutral`);
+  legend((t) => signedColour(2 * t - 1, 1), reach ? [number(-reach), `+${number(reach)}`] : ['0', '0'], `${unit} · 0 is neutral`);
 const shareLegend = (reach, unit) => legend((t) => shareColour(t), ['0', reach === 1 ? '1' : number(reach)], unit);

@@ -25,8 +25,8 @@ function scalarDetails() {
 
 function partDetails() {
   const part = data.parts.find((one) => one.part === state.part);
-  const names = [['ours', [part.name, ...part.same].map(here).join(', '), 'name'],
-    ['standard', part.standard.map(here).join(', ') || 'none', part.standard.length ? 'name' : ''],
+  const names = [['ours', [part.name, ...part.same].map(here).join('\n'), 'name'],
+    ['standard', part.standard.map(here).join('\n') || 'none', part.standard.length ? 'name' : ''],
     ['transformers', here(part.transformers) || 'no module of its own', part.transformers ? 'name' : '']];
   const shape = part.shapes[state.block];
   const short = part.part.replace('.hook_out', '').replace('hook_', '');

@@ -128,7 +128,8 @@ function drawDiagram() {
   const parts = Object.keys(NODES);
   const nodes = parts.map((part) => node(part, block));
   const drawing = svg('svg', { viewBox: '0 0 904 424', role: 'radiogroup', 'aria-label': `Parts of block ${state.block}` },
-    svg('defs', {}, mark), STREAM.map((d) => svg('path', { class: 'stream', d })), wires(block), plus(190), plus(346), nodes);
+    svg('defs', {}, mark), STREAM.map((d) => svg('path', { class: 'stream', d })), wires(block), plus(190), plus(346),
+    svg('text', { class: 'group', x: 104, y: 34, text: 'attention' }), svg('text', { class: 'group', x: 104, y: 250, text: 'MLP' }), nodes);
   drawing.addEventListener('keydown', (event) => {
     const at = parts.indexOf(state.part);
     walk(event, nodes, at, (i) => { choose({ part: parts[i] }); });

@@ -21,6 +21,6 @@ function drawHead() {
 function answerRow([token, what], i) {
   const name = el('td', {}, el('span', { class: 'word' }, word(token.label)), el('span', { class: 'what', text: what }));
   const rank = token.rank === 0 ? '0, first' : whole(token.rank);
-  return el('tr', { class: i ? '' : 'first' }, name, [percent(token.probability), number(token.logit), rank]
+  return el('tr', { class: i ? '' : 'first' }, name, [number(token.probability), number(token.logit), rank]
     .map((text) => el('td', { class: 'n', text })));
 }

@@ -1,10 +1,11 @@
 // Pictures as the model got them, with maps over their patches.
 
-const PICTURE = 340;
+const PICTURE = 240;
 
 function drawImages() {
   if (!data.images.length) return;
   $('images').hidden = false;
+  $('to-images').hidden = false;
   $('images-lede').textContent = 'The picture as the model got it, a patch of 48 × 48 pixels a token. Attention is that of the chosen block from the chosen position; attribution is what '
     + `heads read from each patch into the ${data.target} at the last position; ablation is its change without the patch.`;
   switcher($('images-switch'), { one: 'Chosen head', all: 'All heads' }, 'images');
@@ -28,8 +29,10 @@ async function drawImage({ image, picture, box }) {
   const layers = [];
   if (shares) layers.push(shareLayer(`Attention: ${who}, from ${positionName(state.pos)}`, taken(shares)));
   layers.push(signedLayer(`Attribution: ${all ? 'all heads of all blocks' : who}`, taken(read), `${data.target}, before the softcap`));
-  if (image.ablation) layers.push(signedLayer('Ablation: without each patch', image.ablation, `change of the ${data.target}`));
-  fill(box, layers.map((layer) => imageFigure(image, picture, layer)));
+  if (image.ablation) layers.push({ ...signedLayer('Ablation: without each patch', image.ablation, `change of the ${data.target}`), alone: true });
+  const seen = el('img', { class: 'seen', src: image.picture, alt: `${image.name} as the model got it` });
+  fill(box, el('figure', {}, el('figcaption', { text: 'As the model got it' }), el('div', { class: 'legend' },
+    el('span', { class: 'unit', text: `${image.columns} × ${image.rows} patches${image.size ? ` of a picture of ${image.size.join(' × ')} pixels` : ''}` })), seen), layers.map((layer) => imageFigure(image, picture, layer)));
 }
 
 function shareLayer(caption, values) {
@@ -47,9 +50,10 @@ function imageFigure(image, picture, layer) {
   const side = PICTURE / Math.max(image.columns, image.rows);
   const at = new Map(image.grid.map(([x, y], i) => [`${y} ${x}`, i]));
   const index = (r, c) => at.get(`${r} ${c}`);
-  let chosen = index(0, 0) === undefined ? image.grid[0].slice().reverse() : [0, 0];
+  const most = layer.values.reduce((best, value, i) => (Math.abs(value) > Math.abs(layer.values[best]) ? i : best), 0);
+  let chosen = image.grid[most].slice().reverse();
   const map = heatMap(place, {
-    rows: image.rows, columns: image.columns, cell: [side, side], margins: [0, 0], label: `${layer.caption}, over ${image.name}`,
+    rows: image.rows, columns: image.columns, cell: [side, side], margins: [3, 4], label: `${layer.caption}, over ${image.name}`,
     colour: () => null, chosen: () => chosen,
     said: (r, c) => (index(r, c) === undefined ? 'no patch' : `patch (${c}, ${r}): ${layer.told(layer.values[index(r, c)])}`),
     pick: (r, c) => { chosen = [r, c]; map.draw(); },
@@ -57,11 +61,13 @@ function imageFigure(image, picture, layer) {
     mark: (pen) => overPicture(pen, image, picture, layer, side),
   });
   return el('figure', {}, el('figcaption', { text: layer.caption }), layer.legend(), place,
-    el('p', { class: 'note', text: `all patches together: ${layer.told(total)}` }));
+    layer.alone ? null : el('p', { class: 'note', text: `all patches together: ${layer.told(total)}` }));
 }
 
 // The picture in pale grey, and the more of a colour the further a value is from zero.
 function overPicture(pen, image, picture, { values, colour, reach }, side) {
+  pen.save();
+  pen.translate(3, 0);
   pen.filter = 'grayscale(1)';
   pen.globalAlpha = 0.55;
   pen.drawImage(picture, 0, 0, image.columns * side, image.rows * side);
@@ -71,5 +77,7 @@ function overPicture(pen, image, picture, { values, colour, reach }, side) {
     pen.fillStyle = css(colour(values[i]));
     pen.fillRect(x * side, y * side, side - 0.5, side - 0.5);
   });
-  pen.globalAlpha = 1;
+  pen.restore();
+  pen.strokeStyle = scheme().rim;
+  pen.strokeRect(3, 0, image.columns * side, image.rows * side);
 }

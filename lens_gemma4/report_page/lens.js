@@ -1,6 +1,7 @@
 // The logit lens: a table of blocks and positions, and the answer's rank as it goes.
 
 const MOST_CELLS = 16000;
+const PRINTED = 12; // columns that paper has room for
 const lensState = { place: 0, cells: new Map() };
 
 function lensPositions() {
@@ -16,18 +17,21 @@ function drawLensTable() {
   const note = $('lens-note');
   note.hidden = positions[0] === 0;
   note.textContent = `The table begins at position ${positions[0]}; earlier ones can be chosen above.`;
+  const early = (pos) => (pos < data.tokens.length - PRINTED ? 'early' : '');
+  $('lens-print').hidden = data.tokens.length <= PRINTED;
+  $('lens-print').textContent = `Printed are the last ${PRINTED} positions.`;
   const head = el('tr', {}, el('th', { scope: 'col', text: 'after' }), positions.map((pos) =>
-    el('th', { scope: 'col', 'data-pos': pos, title: positionName(pos) }, word(data.tokens[pos].label))));
+    el('th', { scope: 'col', class: early(pos), 'data-pos': pos, title: positionName(pos) }, word(data.tokens[pos].media ? data.tokens[pos].label.replace(/^\S+ /, '') : data.tokens[pos].label))));
   const body = places.map((name, i) => {
     const full = i > 0 && data.blocks[i - 1].kind === 'full';
     const cells = positions.map((pos) => {
-      const cell = el('td', { tabindex: -1, 'data-place': i, 'data-pos': pos }, word(named(ids.at(i, pos, 0))));
+      const cell = el('td', { tabindex: -1, class: early(pos), 'data-place': i, 'data-pos': pos }, word(named(ids.at(i, pos, 0))));
       lensState.cells.set(`${i} ${pos}`, cell);
       return cell;
     });
     return el('tr', {}, el('th', { scope: 'row', class: full ? 'full' : '', 'data-place': i, text: name }), cells);
   });
-  const table = el('table', { class: 'lens', role: 'grid', 'aria-label': 'Likeliest token after each block at each position' },
+  const table = el('table', { class: places.length > 24 ? 'lens dense' : 'lens', role: 'grid', 'aria-label': 'Likeliest token after each block at each position' },
     el('thead', {}, head), el('tbody', {}, body));
   table.addEventListener('click', (event) => pickCell(event.target.closest('td')));
   table.addEventListener('pointermove', (event) => {
@@ -120,7 +124,7 @@ function drawRank() {
   }
   const step = everyOf(places.length, x(1) - x(0), 34);
   places.forEach((name, i) => {
-    if (i === 0 || (i - 1) % step === 0) drawing.append(svg('text', { class: 'tick', x: x(i), y: height - 6, 'text-anchor': 'middle', text: name }));
+    if (i === 0 || ((i - 1) % step === 0 && (i > 1 || step === 1))) drawing.append(svg('text', { class: 'tick', x: x(i), y: height - 6, 'text-anchor': 'middle', text: name }));
   });
   asked.forEach((id, k) => {
     const points = places.map((_, i) => [x(i), y(ranks.at(i, state.pos, k))]);

@@ -5,6 +5,7 @@ function drawBar() {
   const n = data.model.n_layers;
   const cells = data.blocks.map((block, i) => el('i', { class: block.kind, ...tipped(`block ${i}, ${kindWords(block)}`) }));
   fill(strip, cells);
+  strip.style.maxWidth = `${46 * n}px`;
   strip.setAttribute('aria-valuemin', 0);
   strip.setAttribute('aria-valuemax', n - 1);
   const to = (block) => choose({ block: clamp(block, 0, n - 1) });
@@ -38,9 +39,18 @@ function picker(id, names, key) {
   follow([key], () => { select.value = state[key]; });
 }
 
-// The head that matters most opens the page.
+// What each head read from the patches of all pictures.
+function readFromPictures() {
+  const { values } = data.attribution.sources;
+  const places = data.images.flatMap((image) => image.positions);
+  const length = values.shape[2];
+  return range(values.values.length / length).map((i) => places.reduce((sum, pos) => sum + values.values[i * length + pos], 0));
+}
+
+// The head that matters most opens the page; with a picture, the one that read most from it.
 function opening() {
-  const values = data.ablation ? data.ablation.effects.values : data.attribution.heads.values.values;
+  const values = data.images.length ? readFromPictures()
+    : data.ablation ? data.ablation.effects.values : data.attribution.heads.values.values;
   let best = 0;
   values.forEach((value, i) => { if (Math.abs(value) > Math.abs(values[best])) best = i; });
   const { n_heads } = data.model;

@@ -2,12 +2,13 @@
 
 const LEFT = 52;
 const UNDER = 22;
+const TOP = 3; // room for the rim of a chosen cell
 
 // Columns of a map whose axis is the blocks, as wide as there is room.
 function blockColumns(place) {
   const n = data.model.n_layers;
   const room = Math.max(240, (place.clientWidth || 1000) - LEFT - 2);
-  return Math.min(64, Math.floor((10 * room) / n) / 10);
+  return Math.min(96, Math.floor((10 * room) / n) / 10);
 }
 
 // Numbers on an axis that do not run into each other.
@@ -20,7 +21,7 @@ const everyOf = (n, size, width = 22) => [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 
 function heatMap(place, options) {
   const { rows, columns, cell, margins = [LEFT, UNDER], label } = options;
   const [left, under] = margins;
-  const [width, height] = [left + columns * cell[0], rows * cell[1] + under];
+  const [width, height] = [left + columns * cell[0] + 3, TOP + rows * cell[1] + under];
   const [canvas, pen] = canvasOf(width, height);
   canvas.tabIndex = 0;
   for (const [name, value] of Object.entries({ role: 'application', 'aria-roledescription': 'heat map', 'aria-label': label })) {
@@ -31,18 +32,22 @@ function heatMap(place, options) {
 
   function draw() {
     pen.clearRect(0, 0, width, height);
+    pen.save();
+    pen.translate(0, TOP);
     for (let r = 0; r < rows; r++) {
       for (let c = 0; c < columns; c++) {
         const colour = options.colour(r, c);
         if (!colour) continue;
         pen.fillStyle = css(colour);
         pen.fillRect(left + c * cell[0], r * cell[1], cell[0] - gap, cell[1] - gap);
+        if (options.written) write(pen, options.written(r, c), left + (c + 0.5) * cell[0], (r + 0.5) * cell[1], inkOn(colour));
       }
     }
     drawTicks(pen, options, left, cell);
     if (options.mark) options.mark(pen, { left, cell });
     const [row, column] = options.chosen();
     if (row >= 0 && column >= 0) rim(pen, left + column * cell[0], row * cell[1], cell, gap);
+    pen.restore();
     said.textContent = row >= 0 && column >= 0 ? options.said(row, column) : '';
   }
 
@@ -50,7 +55,7 @@ function heatMap(place, options) {
     const box = canvas.getBoundingClientRect();
     const zoom = width / box.width;
     const c = Math.floor(((event.clientX - box.left) * zoom - left) / cell[0]);
-    const r = Math.floor(((event.clientY - box.top) * zoom) / cell[1]);
+    const r = Math.floor(((event.clientY - box.top) * zoom - TOP) / cell[1]);
     return r >= 0 && r < rows && c >= 0 && c < columns ? [r, c] : null;
   }
   canvas.addEventListener('pointermove', (event) => {
@@ -73,6 +78,14 @@ function heatMap(place, options) {
   fill(place, el('div', { class: 'map' }, canvas, said));
   draw();
   return { draw, canvas };
+}
+
+function write(pen, text, x, y, ink) {
+  pen.fillStyle = ink;
+  pen.font = `11.5px ${getComputedStyle(document.body).fontFamily}`;
+  pen.textAlign = 'center';
+  pen.textBaseline = 'middle';
+  pen.fillText(text, x, y);
 }
 
 // The chosen cell, seen on any colour.
@@ -124,6 +137,7 @@ function headMap(place, values, said, label) {
     rows, columns, label,
     cell: [wide, clamp(Math.round(wide), 14, 26)],
     colour: (r, c) => signedColour(values.at(c, r), reach),
+    written: wide >= 56 ? (r, c) => signed(values.at(c, r)) : null,
     said: (r, c) => `block ${c}, head ${r}: ${said(values.at(c, r))}`,
     chosen: () => [state.head, state.block],
     pick: (r, c) => choose({ head: r, block: c }),

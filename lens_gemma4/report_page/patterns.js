@@ -79,13 +79,13 @@ function drawPattern(grid) {
   fill($('pattern-caption'), `Block ${state.block}, head ${state.head} `, el('span', { class: 'light', text: kindWords(data.blocks[state.block]) }));
   const row = () => queries.indexOf(state.pos);
   const focused = place.contains(document.activeElement);
-  if (drawPattern.key === undefined || drawPattern.key > columns - 1) drawPattern.key = 0;
+  const key = () => (picked && picked.pos === state.pos ? picked.key : strongest(pattern, row()));
   const map = heatMap(place, {
-    rows, columns, cell: [side, side], margins: [92, names ? 96 : UNDER], label: `Attention of block ${state.block}, head ${state.head}; rows are queries, columns keys`,
+    rows, columns, cell: [side, side], margins: [92, names ? underNames() : UNDER], label: `Attention of block ${state.block}, head ${state.head}; rows are queries, columns keys`,
     colour: (r, c) => (seen.at(queries[r], c) ? shareColour(pattern.at(r, c) / steps) : null),
     said: (r, c) => `${positionName(queries[r])} → ${positionName(c)}: ${seen.at(queries[r], c) ? percent(pattern.at(r, c) / steps) : 'not seen'}`,
-    chosen: () => [row(), drawPattern.key],
-    pick: (r, c) => { drawPattern.key = c; choose({ pos: queries[r] }); map.draw(); },
+    chosen: () => [row(), key()],
+    pick: (r, c) => { picked = { pos: queries[r], key: c }; choose({ pos: queries[r] }); map.draw(); },
     ticks: {
       rows: (r) => (names ? `${queries[r]} ${short(data.tokens[queries[r]].label)}` : String(queries[r])),
       columns: (c) => (names ? `${c} ${short(data.tokens[c].label)}` : String(c)),
@@ -96,6 +96,13 @@ function drawPattern(grid) {
   place.prepend(shareLegend(1, 'share of the query’s attention'));
   if (focused) map.canvas.focus();
 }
+let picked = null; // the cell that was chosen by hand; else the key that the query looks at most
+function strongest(pattern, row) {
+  if (row < 0) return 0;
+  const shares = pattern.part(row).values;
+  return shares.indexOf(Math.max(...shares));
+}
+const underNames = () => 22 + 6.6 * Math.max(...data.tokens.map((token, i) => `${i} ${short(token.label)}`.length));
 const short = (label) => ([...label].length > 10 ? `${[...label].slice(0, 9).join('')}…` : label);
 
 // A line around what each query sees.

@@ -47,12 +47,14 @@ function tokenText(place, { label, values = null, colour = null, told = null, vi
     }
     return button;
   });
-  const list = el('div', { class: 'tokens', role: 'radiogroup', 'aria-label': label }, buttons);
+  const list = el('div', { class: all.length > 120 ? 'tokens long' : 'tokens', role: 'radiogroup', 'aria-label': label }, buttons);
   list.addEventListener('keydown', (event) =>
     walk(event, buttons, Math.max(at(), 0), (i) => choose({ [key]: all[i].places[0] })));
   const focused = place.contains(document.activeElement);
   fill(place, list);
-  if (focused) buttons[Math.max(at(), 0)].focus();
+  const chosen = buttons[Math.max(at(), 0)];
+  list.scrollTop = chosen.offsetTop - list.offsetTop - list.clientHeight / 2; // of a long prompt, the part around it
+  if (focused) chosen.focus({ preventScroll: true });
 }
 
 // Tokens with a bar each: [{label, value, told: [text, text], asked}].
