@@ -408,6 +408,8 @@ def test_the_wheel_holds_the_checkpoint_and_not_its_training(tmp_path, monkeypat
         f"lens_gemma4-{version()}.dist-info",
     }
     assert "lens_gemma4/py.typed" in names
+    page = {name.rsplit("/", 1)[1] for name in names if "/report_page/" in name}
+    assert {"page.html", "page.css", "main.js"} <= page
 
 
 def version() -> str:

@@ -36,10 +36,10 @@ const signedColour = (value, reach) => between(scheme().signed, reach ? 0.5 + va
 const shareColour = (value, reach = 1) => between(scheme().share, reach ? value / reach : 0);
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 
-// Black or white, whichever can be read on a colour.
-function inkOn([r, g, b]) {
-  const [x, y, z] = [r, g, b].map((v) => (v / 255) ** 2.2);
-  return 0.2126 * x + 0.7152 * y + 0.0722 * z > 0.19 ? '#14171b' : '#ffffff';
+// Black or white, whichever can be read on a colour: both have a contrast of 4.6 where they change places.
+function inkOn(colour) {
+  const [r, g, b] = colour.map((v) => (v > 10 ? ((v / 255 + 0.055) / 1.055) ** 2.4 : v / 255 / 12.92));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? '#000000' : '#ffffff';
 }
 
 function reachOf(values) {
