@@ -124,7 +124,7 @@ function drawDiagram() {
   $('h-block').textContent = `Block ${state.block}: ${kindWords(block)}`;
   $('block-facts').textContent = blockFacts(block);
   const mark = svg('marker', { id: 'tip-mark', viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: 'auto' },
-    svg('path', { d: 'M0 .8L7 4L0 7.2', fill: 'none', stroke: 'context-stroke', 'stroke-width': 1.3 }));
+    svg('path', { d: 'M0 .8L7 4L0 7.2', class: 'wire-tip' }));
   const parts = Object.keys(NODES);
   const nodes = parts.map((part) => node(part, block));
   const drawing = svg('svg', { viewBox: '0 0 904 424', role: 'radiogroup', 'aria-label': `Parts of block ${state.block}` },

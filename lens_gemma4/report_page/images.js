@@ -6,7 +6,7 @@ function drawImages() {
   if (!data.images.length) return;
   $('images').hidden = false;
   $('to-images').hidden = false;
-  $('images-lede').textContent = 'The picture as the model got it, a patch of 48 × 48 pixels a token. Attention is that of the chosen block from the chosen position; attribution is what '
+  $('images-lede').textContent = 'The picture as the model got it; each patch is a token. Attention is that of the chosen block from the chosen position; attribution is what '
     + `heads read from each patch into the ${data.target} at the last position; ablation is its change without the patch.`;
   switcher($('images-switch'), { one: 'Chosen head', all: 'All heads' }, 'images');
   const shown = data.images.map((image) => {

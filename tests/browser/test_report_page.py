@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
+import talking
 import torch
 from PIL import Image, ImageDraw
 from printed import kept_percent, number, percent, signed, whole
@@ -469,6 +471,27 @@ def test_a_picture_has_its_maps(opened, picture):
     assert shown == [True, 384, 384]
     chip = page.page.locator("#prompt .tok.media")
     assert chip.inner_text() == "image[0]: 64 patches"
+
+
+def test_what_a_block_borrows_is_drawn_so(opened, folder):
+    """In bfloat16, whose rounding is a part of its own, and without ablation."""
+    made = talking.make(folder / "lent", **small.SHARED)
+    model = HookedModel.from_pretrained(made, dtype=torch.bfloat16)
+    found = report(model, "The capital of France is", " Paris", ablation=None)
+    page = opened(found.write_html(folder / "lent.html"))
+    page.choose(block=3)
+    assert "keys and values of block 1" in page.text("#block-facts")
+    absent = page.page.locator(".node.absent").evaluate_all(
+        "all => all.map(one => one.dataset.part)"
+    )
+    assert absent == ["attn.hook_k", "attn.hook_v", "attn.k_norm.hook_out"]
+    page.page.click('[data-part="attn.hook_k"]')
+    assert "Not here: block 3 borrows its keys and values from block 1" in page.text("#details")
+    page.choose(block=1)
+    assert page.page.locator(".node.absent").count() == 0
+    assert "Not here" not in page.text("#details")
+    assert "rounding of the run" in page.text("#sums")
+    assert page.text("#ablation-lede") == "The map was left out of this report."
 
 
 # -- hands and eyes -----------------------------------------------------------------------------------
