@@ -35,7 +35,7 @@ function drawBars() {
   const { values } = data.attribution.parts;
   const box = $('bars');
   const n = data.model.n_layers;
-  const wide = blockColumns(box);
+  const wide = blockColumns();
   fill($('bars-caption'), 'By block', [['attn', 'attention'], ['mlp', 'MLP']].map(([kind, text]) =>
     el('span', { class: 'key' }, el('i', { class: kind }), text)), el('span', { class: 'key', text: `input (before block 0): ${signed(values.values[0])}` }));
   const written = values.values.subarray(1);

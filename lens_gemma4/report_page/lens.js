@@ -110,7 +110,7 @@ function drawRank() {
   const box = $('rank');
   const keys = asked.map((id, i) => el('span', { class: 'key' }, el('i', { class: `line-${i}` }), word(named(id))));
   fill($('rank-caption'), 'Rank after each block ', el('span', { class: 'light', text: `at position ${positionName(state.pos)}; 0 is the first choice` }), keys);
-  const wide = blockColumns(box);
+  const wide = blockColumns();
   const [top, tall] = [12, 130];
   const height = top + tall + 24;
   const x = (place) => LEFT + (place + 0.5) * wide * (data.model.n_layers / places.length);

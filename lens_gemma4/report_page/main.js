@@ -97,7 +97,7 @@ async function start() {
   follow(['block', 'head', 'pos'], drawPatterns);
   drawImages();
   drawAbout();
-  afterResize(redraw);
+  afterResize(() => { roomOfMain = 0; redraw(); });
   await patternsOf(state.block);
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }

@@ -4,10 +4,12 @@ const LEFT = 52;
 const UNDER = 22;
 const TOP = 3; // room for the rim of a chosen cell
 
-// Columns of a map whose axis is the blocks, as wide as there is room.
-function blockColumns(place) {
+// Columns of a map whose axis is the blocks, as wide as there is room; measured once, since it makes the page be laid out.
+let roomOfMain = 0;
+function blockColumns() {
   const n = data.model.n_layers;
-  const room = Math.max(240, (place.clientWidth || 1000) - LEFT - 2);
+  if (!roomOfMain) roomOfMain = $('bars').clientWidth || 1000;
+  const room = Math.max(240, roomOfMain - LEFT - 2);
   return Math.min(96, Math.floor((10 * room) / n) / 10);
 }
 
@@ -132,7 +134,7 @@ function drawTicks(pen, { rows, columns, ticks }, left, cell) {
 function headMap(place, values, said, label) {
   const { n_layers: columns, n_heads: rows } = data.model;
   const reach = reachOf(values.values);
-  const wide = blockColumns(place);
+  const wide = blockColumns();
   return heatMap(place, {
     rows, columns, label,
     cell: [wide, clamp(Math.round(wide), 14, 26)],

@@ -23,6 +23,7 @@ async function drawPatterns() {
   drawThumbnails(grid);
   drawPattern(grid);
   drawQuery(grid);
+  document.documentElement.dataset.pattern = `${state.block} ${state.head} ${state.pos}`;
 }
 
 // -- all heads of the block ---------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 // Tokens as text that can be chosen from; patches of a picture that follow each other stand as one.
 
+const LONG = 120; // groups of a prompt that scrolls
+
 function word(label) {
   const shown = el('bdi', {});
   // Signs for what is blank stay behind the letters.
@@ -47,13 +49,13 @@ function tokenText(place, { label, values = null, colour = null, told = null, vi
     }
     return button;
   });
-  const list = el('div', { class: all.length > 120 ? 'tokens long' : 'tokens', role: 'radiogroup', 'aria-label': label }, buttons);
+  const list = el('div', { class: all.length > LONG ? 'tokens long' : 'tokens', role: 'radiogroup', 'aria-label': label }, buttons);
   list.addEventListener('keydown', (event) =>
     walk(event, buttons, Math.max(at(), 0), (i) => choose({ [key]: all[i].places[0] })));
   const focused = place.contains(document.activeElement);
   fill(place, list);
   const chosen = buttons[Math.max(at(), 0)];
-  list.scrollTop = chosen.offsetTop - list.offsetTop - list.clientHeight / 2; // of a long prompt, the part around it
+  if (all.length > LONG) list.scrollTop = chosen.offsetTop - list.offsetTop - list.clientHeight / 2; // the part around it
   if (focused) chosen.focus({ preventScroll: true });
 }
 
