@@ -3,7 +3,7 @@
 function drawAttribution() {
   const { parts, heads } = data.attribution;
   $('attribution-lede').textContent = `What each part wrote into the ${data.target} at the last position, before the softcap. Norms are held at this `
-    + 'run’s scales and what a block writes is counted times every layer_scalar it passes, so that the parts add up exactly.';
+    + 'run’s scales and what a block writes is counted times every layer_scalar it passes, so that the parts add up; what they leave over is rounding.';
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const rounding = heads.others.rounding;
   fill($('sums'), [['input', heads.others['0_pre']], ['all heads', sum([...heads.values.values])], ['all MLPs', heads.others.mlps],
