@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lens_gemma4 import outputs, pages, report_data
+from lens_gemma4 import outputs, pages, question, report_data
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.report_data import MAX_PATTERN_VALUES, STEPS
 
@@ -99,10 +99,8 @@ def report(
     >>> found.data["answer"]["rank"]
     0
     """
-    question = report_data.ask(
-        model, prompt, answer, versus, image=image, image_tokens=image_tokens
-    )
-    data = report_data.gather(question, ablation, ablate_last_only, max_pattern_values)
+    asked = question.ask(model, prompt, answer, versus, image=image, image_tokens=image_tokens)
+    data = report_data.gather(asked, ablation, ablate_last_only, max_pattern_values)
     data["model"]["name"] = name or model.cfg.model_name or "a model without a name"
     return Report(data)
 
@@ -130,7 +128,7 @@ def run(
         ValueError, OSError: a request that cannot be met.
     """
     where = outputs.place(Path(output), PAGE)
-    report_data.check_prompt(prompt)
+    question.check_prompt(prompt)
     loaded = HookedModel.from_pretrained(model, device=outputs.device(device), dtype=dtype)
     found = report(loaded, prompt, answer, versus, image, name=model, **options)
     print(found)

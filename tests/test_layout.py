@@ -175,11 +175,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("hooked_model", "results"),
     },
     "watching": {"names", "attribution", "readings", "lenses", "hooked_model"},
+    "question": {"visible", "spans", "attribution", "hooked_model", "metrics"},
     "report_data": {
-        *("version", "visible", "config", "names", "spans", "attribution", "cache"),
-        *("hooked_model", "metrics", "maps", "pictures", "watching"),
+        *("version", "config", "names", "spans", "attribution", "cache", "hooked_model", "maps"),
+        *("pictures", "watching", "question"),
     },
-    "report": {"outputs", "pages", "hooked_model", "report_data"},
+    "report": {"outputs", "pages", "hooked_model", "question", "report_data"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }

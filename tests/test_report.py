@@ -16,7 +16,7 @@ import talking
 import torch
 from PIL import Image, ImageDraw
 
-from lens_gemma4 import HookedModel, Target, attribution, names, outputs, pages, report_data
+from lens_gemma4 import HookedModel, Target, attribution, names, outputs, pages, question
 from lens_gemma4.report import FOLDER, SCRIPTS, Report, report, run
 from lens_gemma4.visible import token_label, visible
 from lens_gemma4.watching import DIRECT, PARTS, SQUARES, WIDE
@@ -360,7 +360,7 @@ def test_bad_requests_say_what_is_wrong(tiny_model, tmp_path):
         report(tiny_model, "")
     with pytest.raises(ValueError, match=r"id from 0 to 1543, got 9999"):
         report(tiny_model, PROMPT, 9999)
-    with pytest.raises(ValueError, match=f"at most {report_data.MAX_POSITIONS}"):
+    with pytest.raises(ValueError, match=f"at most {question.MAX_POSITIONS}"):
         report(tiny_model, "The " * 1300)
     with tiny_model.hooks(fwd_hooks=[("blocks.0.hook_attn_out", lambda value, hook: None)]):  # noqa: SIM117
         with pytest.raises(ValueError, match="the model has hooks"):
