@@ -2,10 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .oldest/.installed
+DRIVER := .venv/.browser
 # The lowest supported transformers, beside the newest that the environment holds.
 OLDEST_TRANSFORMERS := 5.10.1
 
-.PHONY: setup demo test test-slow test-oldest check notebooks pictures docs bench gpu lint
+.PHONY: setup demo test test-slow test-oldest test-browser check notebooks pictures docs bench gpu lint
 
 setup: $(INSTALLED)
 
@@ -41,6 +42,14 @@ test-oldest: $(OLDEST)
 test-slow: $(OLDEST)
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 	PYTHONPATH=.oldest $(BIN)/python -m pytest $(WORKERS) -m slow tests/test_parity.py tests/test_media_parity.py
+
+# The report's page in a Chromium that is there (BROWSER=/path/to/one; by default Debian's).
+test-browser: $(DRIVER)
+	$(BIN)/python -m pytest -m browser -s tests/browser
+
+$(DRIVER): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	touch $@
 
 check: setup
 	$(BIN)/lens-gemma4 check tiny

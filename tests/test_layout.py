@@ -26,6 +26,9 @@ TOP_LEVEL = {
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "outputs": set(),
+    "visible": set(),
+    "pages": set(),
     "config": set(),
     "names": {"config", "errors"},
     "kept": set(),
@@ -172,6 +175,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("masks", "spans", "forms", "plots", "overlays", "attribution", "cache", "lenses"),
         *("hooked_model", "results"),
     },
+    "watching": {"names", "attribution", "readings", "lenses", "hooked_model"},
+    "question": {"visible", "spans", "attribution", "hooked_model", "metrics"},
+    "report_data": {
+        *("version", "config", "names", "spans", "attribution", "cache", "hooked_model", "maps"),
+        *("pictures", "watching", "question"),
+    },
+    "report": {"outputs", "pages", "hooked_model", "question", "report_data"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }
@@ -400,6 +410,8 @@ def test_the_wheel_holds_the_checkpoint_and_not_its_training(tmp_path, monkeypat
         f"lens_gemma4-{version()}.dist-info",
     }
     assert "lens_gemma4/py.typed" in names
+    page = {name.rsplit("/", 1)[1] for name in names if "/report_page/" in name}
+    assert {"page.html", "page.css", "main.js"} <= page
 
 
 def version() -> str:
