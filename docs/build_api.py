@@ -24,7 +24,7 @@ FOLDER = ROOT / "docs" / "_build"
 MODULES = tuple(
     f"lens_gemma4.{name}"
     for name in (
-        "attribution circuits evals hooks inputs interventions model names pictures plots readings stacks sweep"
+        "attribution circuits evals ground_truth hooks inputs interventions model names pictures plots readings report report_data stacks sweep"
     ).split()
 )
 PAGES = [*snippets.PAGES, ROOT / "weights" / "tiny" / "README.md"]
