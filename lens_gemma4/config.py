@@ -215,6 +215,8 @@ class HookedConfig:
 
     def layer(self, index: int) -> LayerConfig:
         """Sizes of block `index`; negative counts from the end."""
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"a block is a whole number, got {index!r}")
         if not -self.n_layers <= index < self.n_layers:
             raise IndexError(f"no block {index}: this model has blocks 0 to {self.n_layers - 1}")
         return self.layers[index]

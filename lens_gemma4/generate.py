@@ -102,6 +102,10 @@ def generate(
         raise TypeError(f"generate takes no {name!r}: {ELSEWHERE[name]}")
     _check_options(max_new_tokens, return_type, return_cache, stream, names_filter, device)
     sampling = Sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    if seed is not None and not do_sample:
+        raise ValueError(
+            "seed would do nothing: the likeliest token is taken unless do_sample=True"
+        )
     kv = _cache_of(model.cfg, kv_cache, use_kv_cache, bool(prefill_hooks or decode_hooks))
     if sampling.remembers and kv is not None and kv.length:
         raise ValueError(

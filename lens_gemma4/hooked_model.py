@@ -216,9 +216,14 @@ class HookedModel(TextInputs, Gemma4):
             raise ValueError(
                 f'return_type is {return_type!r}; use "logits", "loss", "both" or None'
             )
-        if logits_to_keep is not None and (logits_to_keep < 1 or return_type in ("loss", "both")):
+        if logits_to_keep is not None and (
+            not hasattr(logits_to_keep, "__index__")
+            or logits_to_keep < 1
+            or return_type in ("loss", "both")
+        ):
             raise ValueError(
-                f"logits_to_keep={logits_to_keep} with return_type={return_type!r}: it is 1 or more, and a loss needs all logits"
+                f"logits_to_keep={logits_to_keep} with return_type={return_type!r}: it is a whole number, 1 or more, and a loss "
+                "needs all logits"
             )
         tensors = self.prepare_next(
             kv_cache, input, input_ids=input_ids, start_at_layer=start_at_layer, **inputs

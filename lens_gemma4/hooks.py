@@ -100,10 +100,13 @@ class HookPoint(nn.Module):
 
     def of(self, make: Make, *inputs: Tensor) -> Tensor:
         """`make(*inputs)`, a value that whoever only keeps it may make again when it is read."""
-        value = make(*inputs)
-        if not self.live or self._deferred(value, make, inputs):
+        return self.again(make(*inputs), make, *inputs)
+
+    def again(self, value: Tensor, make: Make | None, *inputs: Tensor) -> Tensor:
+        """A value that is at hand already; `make(*inputs)`, where it is known, makes it again to the bit."""
+        if not self.live or (make is not None and self._deferred(value, make, inputs)):
             return value
-        return self._run(value)[0]
+        return self._passed(value)
 
     def defer(self, make: Make, *inputs: Tensor) -> bool:
         """Whether nobody needs this value now: nobody listens, or the one who does keeps the way to make it."""
@@ -121,7 +124,7 @@ class HookPoint(nn.Module):
         if self.bwd_hooks or len(self.fwd_hooks) != 1:
             return False
         handle = self.fwd_hooks[0]
-        if not (isinstance(handle.fn, Saver) and handle.reads_only):
+        if type(handle.fn) is not Saver or not handle.reads_only:
             return False
         deferred = handle.fn.defer(value, make, inputs)
         handle.reached += deferred
@@ -183,7 +186,9 @@ class HookPoint(nn.Module):
 
     def keep_in(self, store: Store, name: str) -> Handle:
         """`add_hook` of a `Saver`, which a run that keeps everything does at hundreds of points."""
-        handle = Handle(_saver(store, self), self._asked(name), reads_only=True)
+        saver = Saver(store, self.name or "", self.axes)
+        asked = self if name == self.name else NamedPoint(self, name)
+        handle = Handle(saver, asked, False, None, True)
         self.fwd_hooks.append(handle)
         self.live = True
         return handle
@@ -400,14 +405,13 @@ class HookedRootModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
         place = self.place
-        place.depth += 1  # a hook may run the model inside a run
-        outer = place.positions, place.goes_on, place.noted, place.repeated
-        place.noted = place.repeated = None
+        outer = place.depth, place.positions, place.goes_on, place.noted, place.repeated
         try:
+            place.depth += 1  # a hook may run the model inside a run
+            place.noted = place.repeated = None
             return super().__call__(*args, **kwargs)
         finally:
-            place.depth -= 1
-            place.positions, place.goes_on, place.noted, place.repeated = outer
+            place.depth, place.positions, place.goes_on, place.noted, place.repeated = outer
 
     # -- names -----------------------------------------------------------------------------------
 

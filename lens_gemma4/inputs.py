@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lens_gemma4 import chat, forms
 from lens_gemma4.config import HookedConfig
-from lens_gemma4.spans import ImageFeatures, Inputs, Size, together
+from lens_gemma4.spans import ImageFeatures, Inputs, Size, together, token_text
 
 PaddingSide = Literal["left", "right"]
 
@@ -213,7 +213,7 @@ class TextInputs:
     def to_str_tokens(
         self, input: Any, prepend_bos: bool | None = None, padding_side: PaddingSide | None = None
     ) -> list[str] | list[list[str]]:
-        """Each token as a string, spaces kept.
+        """Each token as a string, spaces kept; a single byte as the vocabulary spells it ("<0xE2>").
 
         Args:
             input: a text, or ids `[pos]` or `[1 pos]`, gives a list; texts, or ids `[batch pos]`,
@@ -247,7 +247,7 @@ class TextInputs:
         return ids[0]
 
     def to_single_str_token(self, int_token: int) -> str:
-        """One id as a string, its leading space kept.
+        """One id as a string, its leading space kept; a single byte as the vocabulary spells it ("<0xE2>").
 
         Raises:
             ValueError: there is no such token.
@@ -257,7 +257,7 @@ class TextInputs:
             known = max(known, len(self._tokenizer_or_error()))
         if not 0 <= int_token < known:
             raise ValueError(f"{int_token} is no token: this vocabulary has 0 to {known - 1}")
-        return str(self.to_string(int_token))
+        return token_text(self._tokenizer_or_error(), int_token)
 
     def get_token_position(
         self,

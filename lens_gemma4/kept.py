@@ -1,7 +1,8 @@
 """What a run keeps: values, and for those that follow from others kept beside them the way to make them.
 
 Nothing here knows about Gemma. Memory that stays is what caching costs, not arithmetic: so a value that can be made
-again, to the bit, from values that are kept anyway (never from weights) is made when it is first read.
+again, to the bit, from values that are kept anyway (and at most a norm's gain, of which it has a copy) is made when it is
+first read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 Make = Callable[..., Tensor]
+
+
+class Made(NamedTuple):
+    """A value, and how it is made of another; no way is known of one that a hook changed."""
+
+    value: Tensor
+    make: Make | None
+    of: Tensor
 
 
 class Deferred(NamedTuple):
@@ -102,9 +111,6 @@ class Kept(MutableMapping[str, Tensor]):
                 self[follower]
 
 
-_UNKNOWN: tuple[Callable[[], Any], str] = (lambda: None), ""
-
-
 class Store:
     """Puts snapshots of values into a mapping, moved and sliced as asked.
 
@@ -154,11 +160,17 @@ class Store:
             return False
         if self._autocast is None:
             self._autocast = torch.is_autocast_enabled(inputs[0].device.type)
-        sources = [self._name(x) for x in inputs]
-        if self._autocast or None in sources:
+        if self._autocast:
             return False
+        sources = []
+        for x in inputs:
+            # Compared by identity: another tensor may have its number once it is gone.
+            known = self._names.get(id(x))
+            if known is None or known[0]() is not x:
+                return False
+            sources.append(known[1])
         without_batch = self.remove_batch_dim and self._loses_batch(axes)
-        self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined,arg-type]
+        self.target.put_off(name, Deferred(make, tuple(sources), without_batch))  # type: ignore[attr-defined]
         if value is not None:
             self._know(value, name)
         return True
@@ -166,11 +178,6 @@ class Store:
     def _know(self, value: Tensor, name: str) -> None:
         if not value.is_inference():
             self._names[id(value)] = weakref.ref(value), name
-
-    def _name(self, value: Tensor) -> str | None:
-        """What a tensor is kept as. Compared by identity: another may have its number once it is gone."""
-        ref, name = self._names.get(id(value), _UNKNOWN)
-        return name if ref() is value else None
 
     def _loses_batch(self, axes: str) -> bool:
         return self.remove_batch_dim and axes.startswith("batch")

@@ -7,7 +7,8 @@
 
 A sliding block keeps its window, as a ring: position p lies in slot p % window, and a new token overwrites the one that has
 just left. A full block keeps everything. What hooks leave at `hook_k`, `hook_rot_k` and their like is what is held, so that
-calls on a cache equal one run with the same hooks.
+calls on a cache equal one run with the same hooks. Queries are shown all of it by position: attention in another order
+would round otherwise than transformers' own.
 """
 
 from __future__ import annotations
@@ -61,9 +62,17 @@ class Held:
         else:
             self._write(k, v)
             assert self._keys is not None and self._values is not None
-            shown = slice(past + pos if self.window is None else min(past + pos, self.window))
-            self.seen = (k, v) if not past else (self._keys[:, :, shown], self._values[:, :, shown])
+            if past:
+                k, v = (self._in_order(held, past + pos) for held in (self._keys, self._values))
+            self.seen = (k, v)
         return self.seen
+
+    def _in_order(self, buffer: Tensor, total: int) -> Seen:
+        """What is held of so many positions, the oldest first: of a ring that has turned, a copy."""
+        if self.window is None or total <= self.window:
+            return buffer[:, :, :total]
+        oldest = total % self.window
+        return buffer.roll(-oldest, 2) if oldest else buffer
 
     def settle(self, pos: int) -> None:
         """The call that added `pos` positions is over."""
@@ -343,10 +352,7 @@ class KVCache:
         total = self.length + pos
         if window is None or not self.length:
             return torch.arange(total, device=device)
-        if pos > 1:
-            return torch.arange(max(0, self.length - window + 1), total, device=device)
-        slots = torch.arange(min(total, window), device=device)
-        return self.length - (self.length - slots) % window if total > window else slots
+        return torch.arange(max(0, self.length - window + 1), total, device=device)
 
     def extend(
         self,

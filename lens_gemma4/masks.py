@@ -112,6 +112,14 @@ class Mask:
             self.rule.visible(self.queries, self.keys) if self._visible is None else self._visible
         )
 
+    def of_everything(self) -> Mask:
+        """This one, of which it is known that it hides nothing."""
+        if self.passed:
+            shape = len(self.queries), len(self.keys)
+            seen = torch.ones(1, 1, *shape, dtype=torch.bool, device=self.keys.device)
+            self._visible = seen.expand(self.rows, 1, *shape)
+        return self
+
     def additive(self, like: Tensor) -> Float[Tensor, "rows 1 pos kv_pos"] | None:
         """0 where visible, the dtype's lowest number elsewhere; None when nothing is hidden."""
         if not self.passed and not self.causal:
@@ -182,7 +190,7 @@ def attention_masks(
             places,
             batch,
             pos,
-            passed=not whole or cut or _knows_images(cfg, kind, image_mask),
+            passed=not whole or cut or knows_images(cfg, kind, image_mask),
         )
     return masks
 
@@ -200,13 +208,13 @@ def rule_of(
         both_ways=cfg.bidirectional == "all",
         padding=padding,
         images=block_ids(types)
-        if types is not None and _knows_images(cfg, kind, image_mask)
+        if types is not None and knows_images(cfg, kind, image_mask)
         else None,
         leaves_window=image_mask == "transformers",
     )
 
 
-def _knows_images(cfg: HookedConfig, kind: str, image_mask: ImageMask) -> bool:
+def knows_images(cfg: HookedConfig, kind: str, image_mask: ImageMask) -> bool:
     """Whether the masks of a block type look at token types; transformers always passes such a mask."""
     return (
         cfg.is_wrapper

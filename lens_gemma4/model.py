@@ -29,9 +29,10 @@ from lens_gemma4 import names
 from lens_gemma4.config import HookedConfig, LayerConfig, RotaryConfig
 from lens_gemma4.errors import HookNameError, Unavailable
 from lens_gemma4.hooks import HookedRootModule, HookPoint, Part
+from lens_gemma4.kept import Made
 from lens_gemma4.kv_cache import KVCache
 from lens_gemma4.local import local_attention
-from lens_gemma4.masks import ImageMask, Mask, attention_masks, rule_of
+from lens_gemma4.masks import ImageMask, Mask, attention_masks, knows_images, rule_of
 from lens_gemma4.media import AudioEmbedder, PixelEmbedder, frames_and_mask, pixels_and_places
 from lens_gemma4.norms import RMSNorm, Shown, empty
 from lens_gemma4.products import product_of_few
@@ -144,13 +145,16 @@ def _scores(
     return scores if additive is None else scores.add_(additive)
 
 
+KeysValues = tuple[Made, Made]  # after norm and rotary, [batch pos kv_head d_head]
+
+
 @dataclass
 class Sight:
     """What a block needs to know of a call beside the stream."""
 
     mask: Mask
     rotary: tuple[Tensor, Tensor]
-    lent: dict[int, tuple[Tensor, Tensor]]  # by lenders, each adds its own
+    lent: dict[int, KeysValues]  # by lenders, each adds its own
     kv: KVCache | None = None
     product: Product = F.linear  # with a weight
 
@@ -284,7 +288,7 @@ class Attention(Part):
         if self.lends:  # before the two hooks below: edits there stay in this block
             sight.lent[self.cfg.index] = lent
         if sight.kv is None:
-            k, v = self.hook_rot_k(lent[0]), self.v_norm.hook_out(lent[1])
+            k, v = self.hook_rot_k.again(*lent[0]), self.v_norm.hook_out.again(*lent[1])
             z = self._mix(q, k, v, sight.mask)
         else:
             z = self._mix_held(q, lent, sight.mask, sight.kv)
@@ -295,12 +299,13 @@ class Attention(Part):
     ) -> Float[Tensor, "batch pos heads d_head"]:
         return x.view(*x.shape[:2], -1, self.cfg.d_head)  # [batch pos heads d_head]
 
-    def _own_keys_values(self, x: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    def _own_keys_values(self, x: Tensor, sight: Sight) -> KeysValues:
         """Keys after norm and rotary, values after their norm, by key/value head."""
         weights, product = self._parameters, sight.product
         k = self.hook_k(self._by_head(product(x, weights["w_k"])))
         v = self.hook_v(k if self.cfg.k_eq_v else self._by_head(product(x, weights["w_v"])))
-        return rotate(self.k_norm(k), *sight.rotary), self.v_norm.normalise(v)
+        k, turn = self.k_norm(k), partial(rotate, cos=sight.rotary[0], sin=sight.rotary[1])
+        return Made(turn(k), turn, k), self.v_norm.normalise(v)
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
@@ -314,11 +319,12 @@ class Attention(Part):
         return z.transpose(1, 2).contiguous()
 
     def _mix_held(
-        self, q: Tensor, lent: tuple[Tensor, Tensor], mask: Mask, kv: KVCache
+        self, q: Tensor, lent: KeysValues, mask: Mask, kv: KVCache
     ) -> Float[Tensor, "batch pos head d_head"]:
         """Values mixed by the pattern, those that a cache holds among them."""
-        (k, by_k), (v, by_v) = self.hook_rot_k.watch(lent[0]), self.v_norm.hook_out.watch(lent[1])
-        keys, values = kv.extend(self.cfg, lent, (k, v), by_k or by_v)
+        raw = lent[0].value, lent[1].value
+        (k, by_k), (v, by_v) = self.hook_rot_k.watch(raw[0]), self.v_norm.hook_out.watch(raw[1])
+        keys, values = kv.extend(self.cfg, raw, (k, v), by_k or by_v)
         z = None
         if self.eager or self.hook_attn_scores.live or self.hook_pattern.live:
             z = self._explicit(q, keys, values, mask)
@@ -450,6 +456,11 @@ class MLP(Part):
         return self.w_out.T
 
 
+def same(x: Tensor) -> Tensor:
+    """A value that has two names."""
+    return x
+
+
 class Block(Part):
     """One block: attention, then MLP, each between two norms, then the whole stream times `layer_scalar`."""
 
@@ -480,10 +491,12 @@ class Block(Part):
     ) -> Float[Tensor, "batch pos d_model"]:
         # 1. attention reads the stream and adds to it
         resid_pre = self.hook_resid_pre(resid_pre)
-        attn_out = self.hook_attn_out(self.ln1_post(self.attn(self.ln1(resid_pre), sight)))
+        attn_out = self.ln1_post(self.attn(self.ln1(resid_pre), sight))
+        attn_out = self.hook_attn_out.again(attn_out, same, attn_out)
         resid_mid = self.hook_resid_mid.of(torch.add, resid_pre, attn_out)
         # 2. so does the MLP
-        mlp_out = self.hook_mlp_out(self.ln2_post(self.mlp(self.ln2(resid_mid), sight.product)))
+        mlp_out = self.ln2_post(self.mlp(self.ln2(resid_mid), sight.product))
+        mlp_out = self.hook_mlp_out.again(mlp_out, same, mlp_out)
         resid_sum = self.hook_resid_sum.of(torch.add, resid_mid, mlp_out)
         # 3. the whole stream is scaled, skip path included
         return self.hook_resid_post(resid_sum * self._buffers["layer_scalar"])
@@ -696,7 +709,7 @@ class Gemma4(HookedRootModule):
                 stream = self._blocks(stream, sights, start, stop)
                 return self._head(stream, with_logits, logits_to_keep, product)
         masks, turns = self._sight(stream, types, attention_mask, position_ids)
-        lent: dict[int, tuple[Tensor, Tensor]] = {}
+        lent: dict[int, KeysValues] = {}
         sights = {kind: Sight(masks[kind], turns[kind], lent) for kind in masks}
         stream = self._blocks(stream, sights, start, stop)
         if stop_at_layer is not None:
@@ -774,7 +787,7 @@ class Gemma4(HookedRootModule):
             position_ids = "mask" if position_ids is None else position_ids
             positions = self._position_ids(position_ids, real, total, stream.device)[:, past:]
         turns = self._rotary(positions, stream)
-        lent: dict[int, tuple[Tensor, Tensor]] = {}
+        lent: dict[int, KeysValues] = {}
         kv.busy = True
         try:
             yield {kind: Sight(masks[kind], turns[kind], lent, kv, product) for kind in masks}
@@ -802,9 +815,13 @@ class Gemma4(HookedRootModule):
         for kind in {layer.kind for layer in self.cfg.layers}:
             rule = rule_of(self.cfg, kind, real, types, self.image_mask)
             keys = kv.places(rule.window, pos, device)
-            # One token sees all that is held but padding.
-            passed = pos > 1 or real is not None
-            masks[kind] = Mask(rule, queries, keys, batch, kv.length + pos, passed)
+            # One token sees all that is held but padding. Under a mask kernels round otherwise, even where it hides nothing:
+            # it is passed where transformers passes one.
+            hides = pos > 1 or real is not None
+            full = rule.window is not None and kv.length + pos >= rule.window
+            passed = hides or full or knows_images(self.cfg, kind, self.image_mask)
+            mask = Mask(rule, queries, keys, batch, kv.length + pos, passed)
+            masks[kind] = mask if hides else mask.of_everything()
         return masks
 
     def sight(

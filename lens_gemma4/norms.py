@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_gemma4.hooks import HookPoint, Part
+from lens_gemma4.kept import Made, Make
 
 LAYER_NORM_EPS = 1e-5  # torch's default, which the image embedder's three LayerNorms use
 
@@ -51,6 +52,15 @@ def _normalized(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes
     return x * square.rsqrt_()
 
 
+def _norm(
+    x: Float[Tensor, "*axes d"], eps: float, weight: Float[Tensor, " d"] | None
+) -> Float[Tensor, "*axes d"]:
+    normalized = _normalized(x, eps)
+    if weight is not None:
+        normalized.mul_(wide(weight))
+    return normalized if normalized.dtype == x.dtype else normalized.to(x.dtype)
+
+
 class RMSNorm(Part):
     """`x * (mean(x^2) + eps) ** -0.5 * weight`, in float32, then cast. The gain is the weight itself."""
 
@@ -59,35 +69,41 @@ class RMSNorm(Part):
         self.eps = eps
         # Not methods: whoever keeps the way to a value keeps no module with it.
         self._scale, self._normalized = partial(_scale, eps=eps), partial(_normalized, eps=eps)
+        self._without_gain = partial(_norm, eps=eps, weight=None)
         self.weight = None if d_gain is None else empty(d_gain)
         self.hook_scale = HookPoint()
         self.hook_normalized = HookPoint()
         self.hook_out = HookPoint()
 
     def forward(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
-        return self.hook_out(self.normalise(x))
+        if not (self.hook_scale.live or self.hook_normalized.live or self.hook_out.live):
+            return self.plain(x)
+        return self.hook_out.again(*self.normalise(x))
 
     def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """The norm without hook points."""
-        normalized = _normalized(x, self.eps)
-        weight = self._parameters.get("weight")  # nn.Module's own look-up is a Python call
-        if weight is not None:
-            normalized.mul_(wide(weight))
-        return normalized if normalized.dtype == x.dtype else normalized.to(x.dtype)
+        return _norm(x, self.eps, self._parameters.get("weight"))  # nn.Module's look-up is a call
 
-    def normalise(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
+    def normalise(self, x: Float[Tensor, "*axes d"]) -> Made:
         """Everything before `hook_out`."""
-        if not (self.hook_scale.live or self.hook_normalized.live):
-            return self.plain(x)
-        if self.hook_scale.defer(self._scale, x) and self.hook_normalized.defer(
-            self._normalized, x
+        watched = self.hook_scale.live or self.hook_normalized.live
+        if not watched or (
+            self.hook_scale.defer(self._scale, x)
+            and self.hook_normalized.defer(self._normalized, x)
         ):
-            return self.plain(x)
+            return Made(self.plain(x), self._way(), x)
         scale, explicit = self.hook_scale.watch(self._scale(x))
         normalized = self.hook_normalized(wide(x) / scale if explicit else self._normalized(x))
         if self.weight is not None:
             normalized = normalized * self.weight.to(normalized.dtype)
-        return normalized.to(x.dtype)
+        return Made(normalized.to(x.dtype), None, x)
+
+    def _way(self) -> Make:
+        """`plain` with the gain as it is now: what is done to weights after a run does not change what it keeps."""
+        weight = self._parameters.get("weight")
+        if weight is None:
+            return self._without_gain
+        return partial(_norm, eps=self.eps, weight=weight.detach().clone())
 
 
 class LayerNorm(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from lens_gemma4 import changes, sweep
 from lens_gemma4.hooked_model import HookedModel
 from lens_gemma4.interventions import Intervention, Unit
+from lens_gemma4.maps import without_lacking
 from lens_gemma4.metrics import Metrics
 from lens_gemma4.results import SweepResult
 
@@ -50,23 +51,28 @@ class PairEffects:
 
     @property
     def interaction(self) -> Float[Tensor, "pair batch"]:
-        """The effect of both less the effects of each: 0 where they add up, against their sign where one does for the other."""
+        """The effect of both less the effects of each: 0 where they add up, against their sign where one does for the other; nan
+        of a prompt that lacks one of them."""
         first, second = self._members()
         effect = self.alone.effect
         return self.together.effect - effect[first] - effect[second]
 
+    def mean(self) -> Float[Tensor, " pair"]:
+        """Interactions averaged over the prompts that have both units."""
+        return self.together.averaged(self.interaction)
+
     def grid(self) -> Float[Tensor, "unit unit"]:
         """Interactions averaged over prompts, the same both ways; nan on the diagonal."""
         n, (first, second) = len(self.alone.names), self._members()
-        mean = self.interaction.mean(1)
+        mean = self.mean()
         out = mean.new_full((n, n), torch.nan)
         out[first, second] = out[second, first] = mean
         return out
 
     def top(self, k: int = 10) -> list[tuple[str, float]]:
         """The k largest mean interactions, whichever their sign."""
-        named = zip(self.together.names, self.interaction.mean(1).tolist(), strict=True)
-        return sorted(named, key=lambda one: -abs(one[1]))[:k]
+        named = zip(self.together.names, self.mean().tolist(), strict=True)
+        return sorted(named, key=lambda one: -abs(one[1]) if one[1] == one[1] else 0.0)[:k]
 
     def to_dataframe(self) -> Any:
         """A pandas row for each pair, averaged over prompts: `first second effect_first effect_second effect interaction`."""
@@ -81,7 +87,7 @@ class PairEffects:
                 "effect_first": effect[first].cpu().numpy(),
                 "effect_second": effect[second].cpu().numpy(),
                 "effect": self.together.mean().cpu().numpy(),
-                "interaction": self.interaction.mean(1).cpu().numpy(),
+                "interaction": self.mean().cpu().numpy(),
             }
         )
 
@@ -146,7 +152,14 @@ def pair_effects(
         **tensors,
     )
     n = len(single)
-    return PairEffects(found.part(slice(0, n)), found.part(slice(n, None)))
+    alone, together = found.part(slice(0, n)), found.part(slice(n, None))
+    alone = without_lacking(alone, changes.places(model, tensors, units, layers, positions))
+    if alone.lacks is not None:
+        first, second = torch.triu_indices(n, n, 1)
+        lacks = alone.lacks[first] | alone.lacks[second]
+        values = together.values.masked_fill(lacks.to(together.values.device), torch.nan)
+        together = replace(together, values=values, lacks=lacks)
+    return PairEffects(alone, together)
 
 
 def how_changed(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lens_gemma4.attribution import widest
 from lens_gemma4.config import HookedConfig
+from lens_gemma4.spans import token_text
 
 # Rows of logits that are read together. On a CPU they stay in its caches while a dozen operations pass over them,
 # which halves their cost; a GPU wants more work at a time.
@@ -51,9 +52,7 @@ class Readings:
 
     def name(self, token: int) -> str:
         """A token's text, its leading space kept; its number where there is no text."""
-        text = ""
-        if self.tokenizer is not None:
-            text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        text = "" if self.tokenizer is None else token_text(self.tokenizer, token)
         return text or f"token {token}"
 
     def grid(self, value: str, token: int | None = None) -> Float[Tensor, "*axes"]:

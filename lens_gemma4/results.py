@@ -53,9 +53,10 @@ class SweepResult:
 
     def mean(self) -> Float[Tensor, " variant"]:
         """Effects averaged over the prompts that have what is changed."""
-        return self._averaged(self.effect)
+        return self.averaged(self.effect)
 
-    def _averaged(self, values: Float[Tensor, "variant batch"]) -> Float[Tensor, " variant"]:
+    def averaged(self, values: Float[Tensor, "variant batch"]) -> Float[Tensor, " variant"]:
+        """Numbers of one's own, averaged over the prompts that have what is changed."""
         if self.lacks is None:
             return values.mean(1)
         has = ~self.lacks.to(values.device)
@@ -71,7 +72,7 @@ class SweepResult:
             raise ValueError(
                 "only `patch` has another run to recover; for an ablation use `effect`"
             )
-        way = self._averaged((self.source - self.baseline).expand_as(self.values))
+        way = self.averaged((self.source - self.baseline).expand_as(self.values))
         size = torch.stack([self.source, self.baseline]).abs().max()
         if bool((way.abs() <= 100 * torch.finfo(way.dtype).eps * size).any()):
             raise ValueError("both runs have the same metric: there is nothing to recover")

@@ -36,6 +36,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.top_k is not None and not hasattr(self.top_k, "__index__"):
+            raise TypeError(f"top_k is {self.top_k!r}; it is a whole number of tokens, or None")
         for name, good, range_ in (
             (
                 "temperature",
@@ -98,10 +100,15 @@ class Sampling:
         """One token for each row; a draw takes its randomness from `generator` alone.
 
         Raises:
-            RuntimeError: NaN among the logits that are drawn from.
+            RuntimeError: NaN among the logits.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = self.scores(logits, seen)
+        if scores.isnan().any():
+            raise RuntimeError(
+                "the logits hold NaN, so no token can be chosen: a hook or a weight made it; check_finite=True names the first "
+                "point that holds one"
+            )
         if not self.do_sample:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]

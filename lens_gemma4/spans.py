@@ -342,6 +342,18 @@ def token_labels(model: HookedModel, tensors: Mapping[str, Any]) -> list[list[st
     return labels_of(model.tokenizer, tensors, spans_of(model, tensors))()
 
 
+def token_text(tokenizer: Any, token: int) -> str:
+    """One token as text, its leading space kept; a byte, which alone is no text, as the vocabulary spells it ("<0xE2>").
+
+    Args:
+        tokenizer: transformers', or a model.
+    """
+    if hasattr(tokenizer, "to_single_str_token"):
+        return tokenizer.to_single_str_token(token)
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    return str(tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in text else text
+
+
 def labels_of(
     tokenizer: Any, tensors: Mapping[str, Any], spans: Sequence[Span]
 ) -> Callable[[], list[list[str]]]:
@@ -356,10 +368,7 @@ def _labels(
 ) -> list[list[str]]:
     words = [[str(i) for i in range(pos)] for _ in range(batch)]
     if ids is not None and tokenizer is not None:
-        known = {
-            token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-            for token in ids.unique().tolist()
-        }
+        known = {token: token_text(tokenizer, token) for token in ids.unique().tolist()}
         words = [[known[token] for token in row] for row in ids.tolist()]
     for row, labels in enumerate(words):
         for position, label in media_labels(spans, row).items():

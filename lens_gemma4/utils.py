@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lens_gemma4.names import get_act_name
+from lens_gemma4.spans import token_text
 
 if TYPE_CHECKING:
     import numpy
@@ -278,19 +279,13 @@ def logits_to_df(
     log_probs = wide.log_softmax(-1)[order]
     columns: dict[str, Any] = {"token_index": order.tolist()}
     if tokenizer is not None:
-        columns["token_string"] = [_string(tokenizer, i) for i in order.tolist()]
+        columns["token_string"] = [token_text(tokenizer, i) for i in order.tolist()]
     columns |= {
         "logit": wide[order].tolist(),
         "log_prob": log_probs.tolist(),
         "probability": log_probs.exp().tolist(),
     }
     return pd.DataFrame(columns)
-
-
-def _string(tokenizer: Any, token: int) -> str:
-    if hasattr(tokenizer, "to_single_str_token"):
-        return tokenizer.to_single_str_token(token)
-    return tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
 
 def test_prompt(

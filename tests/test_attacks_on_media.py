@@ -27,6 +27,7 @@ from lens_gemma4 import (
     attribution_patch,
     forms,
     logit,
+    pair_effects,
     patch,
     plots,
     top_k,
@@ -521,6 +522,12 @@ def test_prompts_without_a_picture_do_not_count(model, tmp_path):
     assert torch.equal(estimate.lacks, found.lacks[1:])
     for name, value in zip(estimate.exact.names, estimate.exact.mean(), strict=True):
         torch.testing.assert_close(value, mean[found.names.index(name)], atol=1e-4, rtol=0)
+    together = pair_effects(model, inputs, ASK, units=["image[0]", "image[1]", "L1H0"])
+    torch.testing.assert_close(together.alone.mean(), mean, atol=1e-4, rtol=0)
+    assert together.interaction.isnan().sum(1).tolist() == [2, 1, 2]  # both pictures in one prompt
+    torch.testing.assert_close(together.mean()[0], together.interaction[0, 2])
+    torch.testing.assert_close(together.grid()[0, 2], together.interaction[1, [0, 2]].mean())
+    assert (together.grid()[0, 2] - together.interaction[1, [0, 2]].sum() / 3).abs() > 1e-4
     patches = ablate(model, inputs, ASK, units="patches")
     assert not patches.grid().isnan().all() and patches.part(slice(0, 2)).lacks.shape == (2, 3)
     broken = dataclasses.replace(found, values=found.values.clone())

@@ -710,6 +710,27 @@ def test_a_repetition_penalty_counts_prompt_and_new_tokens():
     assert not any(set(row[:9]) & set(row[9:]) for row in got.tolist() if len(set(row)) < 60)
 
 
+def test_a_repetition_penalty_does_not_count_padding():
+    model = hooked()
+    ids, mask = torch.tensor([[0, 0, 2, 9], [2, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1], [1] * 4])
+
+    def prefers(token):
+        def hook(logits, hook):
+            logits[..., token] = 20.0
+
+        new = model.generate(
+            *(ids, 1),
+            attention_mask=mask,
+            repetition_penalty=1e6,
+            stop_at_eos=False,
+            fwd_hooks=[("hook_logits", hook)],
+        )
+        return new[:, -1].tolist()
+
+    assert prefers(0) == [0, 0]  # the first row's pads are no text
+    assert prefers(5)[0] == 5 and prefers(5)[1] != 5  # the control: the second row's text is
+
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<turn>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %} the{% endfor %}{% if add_generation_prompt %} what is{% endif %}"
 
 
@@ -1054,6 +1075,7 @@ def test_a_model_that_looks_both_ways_writes_nothing():
         ({"names_filter": "hook_logits"}, ValueError, "return_cache=True keeps"),
         ({"device": "cpu"}, ValueError, "return_cache=True keeps"),
         ({"top_k": 3}, ValueError, "top_k would do nothing"),
+        ({"seed": 3}, ValueError, "seed would do nothing.*do_sample=True"),
         (
             {"kv_cache": None, "use_kv_cache": False, "prefill_hooks": [("hook_embed", print)]},
             ValueError,

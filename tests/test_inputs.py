@@ -455,10 +455,7 @@ def test_tokens_as_strings_keep_their_spaces(model):
     assert model.to_str_tokens(ids.expand(2, -1)) == [["<bos>", "The", " cat"]] * 2
     assert model.to_str_tokens(ids[0, 1]) == ["The"]
     assert model.to_str_tokens([]) == []
-    assert model.to_str_tokens("é", prepend_bos=False) == [
-        "\ufffd",
-        "\ufffd",
-    ]  # two bytes, each no character
+    assert model.to_str_tokens("é", prepend_bos=False) == ["<0xC3>", "<0xA9>"]  # no characters
 
 
 def test_single_tokens(model):
@@ -1099,3 +1096,13 @@ def test_the_shipped_checkpoints_media(tiny_model):
     assert logits.shape[1] == 1 + 1 + 2 + 3 + 1 + tiny_model.to_str_tokens(
         "The  is", prepend_bos=False
     ).count(" ")
+
+
+def test_a_byte_alone_is_shown_as_the_vocabulary_spells_it():
+    model = HookedModel.from_pretrained("tiny")
+    ids = model.to_tokens("the ∑")[0]
+    words = model.to_str_tokens("the ∑")
+    assert words[-3:] == ["<0xE2>", "<0x88>", "<0x91>"] and model.to_string(ids[1:]) == "the ∑"
+    _, cache = model.run_with_cache("the ∑")
+    assert cache["token_labels"][0][-3:] == words[-3:]
+    assert model.logit_lens("the ∑", tokens=[int(ids[-1])]).name(int(ids[-1])) == "<0x91>"

@@ -55,6 +55,9 @@ def test_a_value_made_when_it_is_read_is_the_runs_to_the_bit(kind, dtype):
             "ln_final.hook_scale",
             ACT.replace("1", "i", 1),
         ),
+        *(f"blocks.i.{norm}.hook_out" for norm in "ln1 ln1_post ln2 ln2_post attn.q_norm".split()),
+        *("blocks.i.hook_attn_out", "blocks.i.hook_mlp_out", "blocks.i.attn.hook_rot_k"),
+        *("blocks.i.attn.v_norm.hook_out", "ln_final.hook_out", "hook_logits"),
     }
     for name in reversed(list(kept)):  # from the end: what others follow from is made on the way
         assert torch.equal(kept[name], seen[name]), name
@@ -64,11 +67,9 @@ def test_a_value_made_when_it_is_read_is_the_runs_to_the_bit(kind, dtype):
     # the control: one bit of an input is seen by every value that follows from it
     _, other = model.run_and_store(**inputs)
     for name in sorted(waiting):
-        source = other._entries[name].inputs[0]
-        if not isinstance(other._entries[source], Deferred):
-            moved = other._entries[source] + 0.5
-            other.keep(source, moved)
-            assert not torch.equal(other[name], seen[name]), name
+        way = other._entries[name]
+        first, *rest = (seen[source] for source in way.inputs)
+        assert not torch.equal(way.make(first + 0.5, *rest), seen[name]), name
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -94,6 +95,10 @@ def test_nothing_is_held_that_is_not_kept_anyway():
         "hook_post",
         "hook_logits",
         "hook_resid_mid",
+        "ln1.hook_out",
+        "hook_attn_out",
+        "hook_rot_k",
+        "v_norm.hook_out",
     ):
         _, kept = model.run_and_store(**inputs, names_filter=f"*{name}")
         assert kept and not deferred(kept), name
@@ -108,6 +113,12 @@ def test_an_edit_on_the_way_is_in_what_follows():
         (PRE, ACT),
         (ACT, "blocks.1.mlp.hook_post"),
         ("blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_pattern"),
+        ("blocks.1.ln1.hook_normalized", "blocks.1.ln1.hook_out"),
+        ("blocks.1.ln1.hook_scale", "blocks.1.ln1.hook_out"),
+        ("blocks.1.ln1_post.hook_out", "blocks.1.hook_attn_out"),
+        ("blocks.1.attn.k_norm.hook_normalized", "blocks.1.attn.hook_rot_k"),
+        ("blocks.1.attn.k_norm.hook_out", "blocks.1.attn.hook_rot_k"),
+        ("blocks.1.attn.v_norm.hook_normalized", "blocks.1.attn.v_norm.hook_out"),
     ):
         with model.hooks(fwd_hooks=[(edited, lambda value, hook: value + 1)]):
             seen = what_hooks_see(model, inputs)
@@ -130,9 +141,8 @@ def test_weights_that_change_after_the_run_change_nothing():
     model, inputs = build("text"), text_inputs()
     seen = what_hooks_see(model, inputs)
     _, kept = model.run_and_store(**inputs)
-    with torch.no_grad():
-        for _, weight in model.named_weights():
-            weight.zero_()
+    for _, weight in model.named_weights():
+        weight.data.zero_()  # no version counts this
     for name, value in kept.items():
         assert torch.equal(value, seen[name]), name
 
@@ -150,6 +160,10 @@ def test_a_write_into_what_it_follows_from_is_an_error_and_no_wrong_value():
     kept["blocks.2.mlp.hook_act"].mul_(2)
     with pytest.raises(RuntimeError, match="written into"):
         kept["blocks.2.mlp.hook_post"]
+    # nor what follows by several steps
+    kept["blocks.2.attn.hook_out"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"attn\.hook_out.*written into"):
+        kept["blocks.2.hook_resid_mid"]
 
 
 def test_replacing_or_removing_a_value_first_makes_what_follows_from_it():
@@ -219,10 +233,10 @@ def test_a_tensor_that_is_gone_is_not_mistaken_for_one_with_its_number():
     store = Store(Kept())
     value = torch.zeros(2)
     store.save("first", "batch", value)
-    assert store._name(value) == "first"
+    assert store.defer("second", "batch", None, torch.neg, (value,))
     number, other = id(value), torch.ones(2)
     store._names[id(other)] = store._names[number]
-    assert store._name(other) is None
+    assert not store.defer("third", "batch", None, torch.neg, (other,))
 
 
 def test_a_cache_reads_and_counts_without_making_everything():

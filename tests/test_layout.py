@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": {"config"},
     "products": set(),
     "recompute": {"hooks"},
-    "norms": {"hooks"},
+    "norms": {"hooks", "kept"},
     "media": {"config", "hooks", "norms", "errors"},
     "model": {
         *(
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "products",
             "recompute",
             "norms",
+            "kept",
             "media",
             "errors",
         ),
@@ -60,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"config", "model", "loading", "spans", "forms", "chat", "errors"},
     "plots": set(),
     "overlays": {"plots"},
-    "utils": {"names", "errors"},
+    "utils": {"names", "spans", "errors"},
     "attribution": {"config", "plots", "utils"},
     "stacks": {"config", "attribution", "utils"},
     "cache": {"names", "config", "kept", "stacks", "utils", "errors"},
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "hooks", "spans", "chat", "kv_cache", "cache"),
         *("sampling", "new_text", "errors"),
     },
-    "readings": {"config", "attribution"},
+    "readings": {"config", "spans", "attribution"},
     "rows": {"masks", "model", "utils"},
     "lenses": {"config", "model", "spans", "attribution", "cache", "readings", "utils", "plots"},
     "hooked_model": {

@@ -42,3 +42,22 @@ def test_small_weights_are_left_to_linear(monkeypatch):
     monkeypatch.setattr(products, "MANY", 24 * 16 + 1)
     x, w = torch.randn(1, 16), torch.randn(24, 16)
     assert torch.equal(product_of_few(x, w), torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("out, inputs", [(512, 512), (256, 2048), (515, 512)])
+def test_it_is_as_exact_as_linear(rows, out, inputs):
+    """In float32, against float64; one product added after another is not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 1, inputs, generator=generator)
+    w = torch.randn(out, inputs, generator=generator)
+    want = x.double() @ w.double().T
+    one_by_one = torch.zeros(rows, 1, out)
+    for i in range(inputs):
+        one_by_one += x[..., i : i + 1] * w[:, i]
+    few, linear, naive = (
+        (got - want).pow(2).mean() ** 0.5
+        for got in (product_of_few(x, w), torch.nn.functional.linear(x, w), one_by_one)
+    )
+    assert few < 1.2 * linear
+    assert naive > 1.2 * linear and naive > 1.2 * few
