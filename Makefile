@@ -28,16 +28,19 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two files of tests at a time, one thread each: fixtures of a file are made once, and no two tests of it meet.
+WORKERS := -n 2 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 	$(MAKE) test-oldest
 
 test-oldest: $(OLDEST)
-	PYTHONPATH=.oldest $(BIN)/python -m pytest tests/test_parity.py tests/test_media_parity.py tests/test_check.py tests/test_config.py
+	PYTHONPATH=.oldest $(BIN)/python -m pytest $(WORKERS) tests/test_parity.py tests/test_media_parity.py tests/test_check.py tests/test_config.py
 
 test-slow: $(OLDEST)
-	$(BIN)/python -m pytest -m slow
-	PYTHONPATH=.oldest $(BIN)/python -m pytest -m slow tests/test_parity.py tests/test_media_parity.py
+	$(BIN)/python -m pytest $(WORKERS) -m slow
+	PYTHONPATH=.oldest $(BIN)/python -m pytest $(WORKERS) -m slow tests/test_parity.py tests/test_media_parity.py
 
 check: setup
 	$(BIN)/lens-gemma4 check tiny

@@ -1,6 +1,10 @@
 """Annotations are checked at run time, the network is blocked, one thread."""
 
+import os
 import socket
+
+# Also of the processes that tests start, so that the tests of several workers (make test) share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from small import KINDS, S, randomise
 
 from lens_gemma4 import FactoredMatrix, HookedConfig, HookedModel, SVDInterpreter, circuits
 from lens_gemma4.circuits import composition_table, ov_scales, qk_scales
+from lens_gemma4.heads import detect_head, induction_scores, repeated_tokens
 
 EXACT = 1e-10
 OFF = 0.01
@@ -481,9 +482,14 @@ def test_singular_vectors_that_are_not_there(run, arguments, error, message):
 
 
 def test_the_shipped_model_composes_a_previous_token_head_with_the_heads_that_copy(tiny_model):
-    """Block 1 looks one back and block 3 repeats what followed: its keys read what block 1 wrote."""
-    best = composition_table(tiny_model.all_composition_scores("K"), top=5)
-    assert set(best.earlier.str[:2]) == {"L1"} and set(best.later.str[:2]) == {"L3"}
+    """Keys of heads that repeat what followed read what heads that look one back wrote."""
+    tokens = repeated_tokens(tiny_model, 4, 12, seed=0)
+    previous = detect_head(tiny_model, tokens, "previous_token_head") > 0.8
+    repeating = induction_scores(tiny_model, 4, 12) > 0.5
+    best = composition_table(tiny_model.all_composition_scores("K"), top=4)
+    for names, found in ((best.earlier, previous), (best.later, repeating)):
+        assert all(bool(found[int(name[1]), int(name[3])]) for name in names)
+        assert found.float().mean() < 0.5  # the control: most heads are none
 
 
 def test_the_examples_run():

@@ -231,10 +231,13 @@ def test_induction_scores_count_only_where_there_is_something_to_find(tiny_model
     tokens = repeated_tokens(tiny_model, 2, 12, seed=0)
     _, cache = tiny_model.run_with_cache(tokens)
     q = torch.arange(13, 25)  # second coming; what followed the first is 11 back
-    for layer, head in [(3, 0), (7, 2), (4, 1)]:
+    found = best(scores, 2)
+    for layer, head in [*found, *best(-scores, 2)]:
         want = cache["pattern", layer][:, head, q, q - 11].mean()
         torch.testing.assert_close(scores[layer, head], want)
-        assert abs(cache["pattern", layer][:, head, q, q - 12].mean() - want) > 0.05
+        # The control: the same word's first coming itself is not what an induction head looks at.
+        beside = cache["pattern", layer][:, head, q, q - 12].mean()
+        assert (layer, head) not in found or want > beside + 0.5
     halved = detect_head(tiny_model, tokens, "induction_head")
     torch.testing.assert_close(halved[3, 0], scores[3, 0] * 12 / 25)
     some = induction_scores(tiny_model, 2, 12, heads=[(3, 0)])
@@ -265,8 +268,9 @@ def test_ablating_the_induction_heads_breaks_repeating_and_others_do_not(tiny_mo
     clean = induction_loss(tiny_model, batch_size=2, subseq_len=period, seed=1).item()
     rng = random.Random(0)
     others = [loss_without(rng.sample(order[8:], 4)) for _ in range(5)]
-    assert clean < 0.01 and max(others) < 0.2
-    assert loss_without(order[:4]) > 1
+    # Four heads at random may be the previous-token heads that induction reads: that costs a little.
+    assert clean < 0.05 and max(others) < 0.5
+    assert loss_without(order[:4]) > 3 * max(others) + 1
 
 
 def test_random_tokens_come_twice_and_are_ordinary(tiny_model, model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import random
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import shapes
 import tasks
 import torch
+import train
 import words
 from tokenizer import build_processor, build_tokenizer
 
@@ -66,6 +68,31 @@ def test_training_never_draws_what_is_held_out(task):
     assert all(what_is_held_out(task, make(rng, held_out=True)) for _ in range(DRAWS))
 
 
+def test_no_later_wording_has_a_held_out_one_within():
+    """Nor with another word in front of it: "People say that the continent of Italy is" is not drawn."""
+
+    def shown(country, relation):
+        _, kept = tasks.held_out_template(country, relation).split(" ", 1)
+        kept = kept.removesuffix(" {answer}.").format(country=country)
+        return any(kept in text for text in drawn[country])
+
+    drawn: dict[str, set[str]] = {country: set() for country in words.COUNTRIES}
+    rng = random.Random(3)
+    for _ in range(20_000):
+        text = tasks.plain(tasks.later_fact(rng))
+        (country,) = (w for w in words.COUNTRIES if f" {w} " in text)
+        drawn[country].add(text)
+    pairs = [(country, relation) for country in words.COUNTRIES for relation in words.RELATIONS]
+    assert not any(shown(*pair) for pair in pairs)
+    # All else is drawn, and the wording held out for one country is there for others.
+    for country, texts in drawn.items():
+        every = (tasks.shown_templates(country, relation) for relation in words.RELATIONS)
+        assert len(texts) == sum(map(len, every))
+    assert any("the continent of" in text for texts in drawn.values() for text in texts)
+    drawn["Italy"].add("The continent of Italy is Europe.")
+    assert shown("Italy", words.CONTINENT)
+
+
 def test_no_training_picture_holds_what_is_held_out():
     rng = random.Random(0)
 
@@ -99,6 +126,56 @@ def test_a_later_year_is_later():
     for _ in range(DRAWS):
         prompt, answer = tasks.first_case(tasks.lasting(rng))
         assert int(answer) > int(prompt.split(" to ")[0][-2:])
+
+
+def test_any_later_year_is_right_in_the_second_part(tokenizer):
+    writer, rng = batches.Writer(tokenizer), random.Random(0)
+    make = tasks.SENTENCES
+    texts = [tasks.paragraph(make[task], rng, 3) for task in ("years", "facts")]
+    rows = writer.rows(["years", "facts"], texts, 60)
+    soft = writer.any_later_year(rows)
+    assert torch.equal(soft.ids, rows.ids) and torch.equal(soft.weights, rows.weights)
+    assert torch.equal(soft.targets[1], rows.targets[1]) and (soft.spans[1] == 1).all()
+    answers = rows.weights[0] == 1
+    assert int(answers.sum()) == 3 and (soft.spans[0][~answers] == 1).all()
+    said = tasks.plain(texts[0]).split(".")
+    for sentence, first, span in zip(
+        said, soft.targets[0][answers].tolist(), soft.spans[0][answers].tolist(), strict=False
+    ):
+        start = int(sentence.split(" to ")[0][-2:])
+        years = [tokenizer.decode([token]) for token in range(first, first + span)]
+        assert years == [f"{year:02d}" for year in range(start + 1, 100)]
+
+
+def test_the_loss_where_several_are_right_is_what_a_draw_costs_on_average(tokenizer):
+    model = network.build_model(network.build_config(tokenizer)).eval()
+    writer = batches.Writer(tokenizer)
+    text = [("The war lasted from the year 1795 to the year 17", False), ("98", True)]
+    rows = writer.rows(["years"], [text], 20)
+    soft = writer.any_later_year(rows)
+    at = int((rows.weights[0] == 1).nonzero())
+    known = int((rows.weights[0, :at] > 0).sum())
+    each = []
+    for year in (96, 97, 98, 99):
+        rows.targets[0, at] = writer.words(f"{year}")[0]
+        each.append(train.target_losses(model, rows)[known].item())
+    found = train.target_losses(model, soft)
+    assert found[known].item() == pytest.approx(sum(each) / 4, rel=1e-5)
+    assert max(each) - min(each) > 1e-3  # the control: they are not all alike
+    others = torch.arange(len(found)) != known
+    plain = train.target_losses(model, rows)
+    torch.testing.assert_close(found[others], plain[others])
+
+
+def test_the_rate_goes_on_where_the_second_part_begins():
+    steps = train.STEPS
+    rates = [train.learning_rate(step, steps) for step in range(steps)]
+    begins = round(batches.SECOND_PART * steps)
+    falls = [a - b for a, b in itertools.pairwise(rates)]
+    assert max(rates) == pytest.approx(train.PEAK_RATE)
+    assert all(fall >= 0 for fall in falls[train.WARM_UP :]) and rates[-1] < 0.01 * max(rates)
+    assert max(falls) == pytest.approx(falls[begins - 2])  # no jump: the steepest is the first line
+    assert falls[begins - 2] > 1.2 * falls[begins + 1] > 0
 
 
 def test_a_picture_is_what_the_processor_makes_of_it(tokenizer):

@@ -1,5 +1,6 @@
 """The rows of each step: they depend on the step alone, so a resumed training sees the same."""
 
+import dataclasses
 import functools
 import random
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from tokenizer import BOS, EOS, FIRST_ORDINARY, MEDIA, PAD
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-LONGEST_PERIOD = 40  # over the window of 16: only full blocks can look one such period back
+# In the first part and in the second; over the window of 16 only full blocks can look so far back.
+LONGEST_PERIODS = 40, 44
 PLAIN_WEIGHT = (
     0.1  # of a target that is not an answer: names, places and things are drawn at random
 )
+YEARS_APART = 4  # tokens from a start to the one before its answer: " to the year 17"
 IMAGE_TYPE = 1  # among transformers' token types
 
 
@@ -27,6 +30,7 @@ class Rows:
     weights: Tensor  # [row pos], of each target in its task's loss; 0 where there is none
     tasks: Tensor  # [row], index into TASKS
     pixels: Tensor | None = None  # [row patch 6912]
+    spans: Tensor | None = None  # [row pos], how many tokens are right, from the target on; else 1
 
 
 def repeated_rows(
@@ -54,6 +58,7 @@ class Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.n_words = len(tokenizer)
+        (self.last_year,) = self._words("99")  # the hundred years are tokens in a row
         self.words = functools.lru_cache(100_000)(self._words)
 
     def _words(self, text: str) -> list[int]:
@@ -80,6 +85,15 @@ class Writer:
             weights[row, : len(words)] = torch.tensor(weight)
         numbers = torch.tensor([TASKS.index(task) for task in tasks])
         return Rows(ids[:, :-1], ids[:, 1:], weights, numbers)
+
+    def any_later_year(self, rows: Rows) -> Rows:
+        """The same rows, in which every greater year is right where one was drawn."""
+        is_year = rows.tasks[:, None] == TASKS.index("years")
+        answers = is_year & (rows.weights == 1)
+        start = rows.ids.roll(YEARS_APART, dims=1)
+        targets = torch.where(answers, start + 1, rows.targets)
+        spans = torch.where(answers, self.last_year - start, 1)
+        return dataclasses.replace(rows, targets=targets, spans=spans)
 
     def picture_rows(self, rng: random.Random, n_rows: int) -> Rows:
         """A picture each, and a question on every corner, in any order."""
@@ -119,12 +133,12 @@ def hidden_states(model: torch.nn.Module, ids: Tensor, pixels: Tensor | None) ->
 
 # ------------------------------------------------------------------------------------ the lesson plan
 
-REPEATS_ALONE = 0.17  # of the training: looking back comes first, and the rest is built on it
+REPEATS_ALONE = 544 / 3600  # of the training: looking back comes first, and the rest is built on it
 REPEATED_ROWS = 24, 8  # a step, alone and beside the others
-SECOND_PART = 19 / 32  # of the training is over when it begins
+SECOND_PART = 19 / 36  # of the training is over when it begins
 ROWS_OF_TASKS = (  # a step, in the first part and in the second
     {"gifts": 5, "facts": 2, "having": 6, "years": 3},
-    {"gifts": 4, "facts": 4, "having": 4, "years": 5},
+    {"gifts": 4, "facts": 6, "having": 4, "years": 8},
 )
 CODE_ROWS, PICTURE_ROWS = 2, 8
 TEXT_LENGTH, LONG_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
@@ -136,7 +150,8 @@ def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     alone = progress < REPEATS_ALONE
     n_rows = REPEATED_ROWS[0 if alone else 1]
-    longest = min(LONGEST_PERIOD, 6 + step // 15)
+    second = progress >= SECOND_PART
+    longest = min(LONGEST_PERIODS[second], 6 + step // 15)
     # The longer of two draws: far repeats are the hard ones.
     periods = [max(rng.randint(4, longest), rng.randint(4, longest)) for _ in range(n_rows)]
     length = min(LONG_LENGTH, 2 * longest + 6) if alone else LONG_LENGTH
@@ -146,13 +161,13 @@ def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[
     if alone:
         return [repeats]
     # A fact in few wordings is learned once for each of them; what comes later makes it one.
-    second = progress >= SECOND_PART
     makers = SENTENCES | ({"facts": later_fact} if second else {})
     tasks = [task for task, count in ROWS_OF_TASKS[second].items() for _ in range(count)]
     texts = [paragraph(makers[task], rng, SENTENCES_A_ROW[task]) for task in tasks]
     codes = [makers["code"](rng) for _ in range(CODE_ROWS)]
+    words = writer.rows(tasks, texts, TEXT_LENGTH)
     return [
-        writer.rows(tasks, texts, TEXT_LENGTH),
+        writer.any_later_year(words) if second else words,
         joined(repeats, writer.rows(["code"] * CODE_ROWS, codes, LONG_LENGTH)),
         writer.picture_rows(rng, PICTURE_ROWS),
     ]

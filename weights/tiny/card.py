@@ -8,7 +8,14 @@ from pathlib import Path
 
 import shapes
 import torch
-from batches import LONG_LENGTH, LONGEST_PERIOD, PICTURE_LENGTH, REPEATS_ALONE, TEXT_LENGTH
+from batches import (
+    LONG_LENGTH,
+    LONGEST_PERIODS,
+    PICTURE_LENGTH,
+    REPEATS_ALONE,
+    SECOND_PART,
+    TEXT_LENGTH,
+)
 from evaluation import Measured, load, table
 from network import SEED, distance_from_one
 from transformers import __version__ as transformers_version
@@ -114,10 +121,11 @@ any block's gain from 1 is {distances}.
 python weights/tiny/train.py
 ```
 Seed {seed}, {steps:,} steps of AdamW with transformers {transformers} and torch {torch}: {minutes:.0f} minutes by the
-clock and {cpu_minutes:.0f} of processor time, {threads} thread(s). The first {alone:.0%} of the steps hold repeats alone, the rest
-rows of every task ({text_length} to {picture_length} tokens). The loss is counted on answers, and at a tenth on the
-other words of a sentence. Last losses of answers, in nats: {losses}. (A year is drawn at random
-among the greater ones, so its loss cannot reach 0.) All losses are in `losses.csv`. `--resume` goes on
+clock and {cpu_minutes:.0f} of processor time, {threads} thread(s), {in_one_go}. The first {alone:.0%} of the steps hold repeats alone, the rest
+rows of every task ({text_length} to {picture_length} tokens); from {second:.0%} on, facts stand in more wordings, repeats
+come from farther back and rows of facts and years are more. The loss is counted on answers, and at a tenth on the
+other words of a sentence. Last losses of answers, in nats: {losses}. (Of years any greater
+one is right, so their loss, the mean over all of them, cannot reach 0; until {second:.0%} one was drawn.) All losses are in `losses.csv`. `--resume` goes on
 where a training was stopped; `--tenth` runs a tenth of the steps.
 
 The layer scalars are set, not learned: transformers keeps them as a buffer. What they do to the size of
@@ -128,7 +136,7 @@ scalars: from block 0 times {from_first:.4f}, from block {last} times {from_last
 ## What it can do
 Measured by `python weights/tiny/train.py --evaluate` on what training never drew; a case counts when the answer
 is the likeliest next token of the whole vocabulary. "Guessing" is a guess among the candidates that the prompt
-leaves, without reading which.
+leaves, without reading which. Where cases are few, Wilson's 95 % interval stands beside.
 
 {accuracies}
 
@@ -179,7 +187,7 @@ def write_prompts(out: Path) -> None:
 def write_card(
     out: Path,
     losses: dict[str, float],
-    spent: dict[str, float],
+    spent: dict,
     steps: int,
     results: list[Measured],
 ) -> None:
@@ -188,6 +196,7 @@ def write_card(
     config, text = model.config, model.config.text_config
     full = [i for i, kind in enumerate(text.layer_types) if kind == "full_attention"]
     scalars = [block.layer_scalar.item() for block in model.model.language_model.layers]
+    stops = " and ".join(f"{step:,}" for step in spent["stops"])
     filled = CARD.format(
         millions=sum(p.numel() for p in model.parameters()) / 1e6,
         n_layers=text.num_hidden_layers,
@@ -217,12 +226,14 @@ def write_card(
         text_length=TEXT_LENGTH,
         long_length=LONG_LENGTH,
         picture_length=PICTURE_LENGTH,
-        longest_period=LONGEST_PERIOD,
+        longest_period=LONGEST_PERIODS[-1],
         transformers=transformers_version,
         torch=torch.__version__,
         minutes=spent["seconds"] / 60,
         cpu_minutes=spent["cpu_seconds"] / 60,
         threads=torch.get_num_threads(),
+        second=SECOND_PART,
+        in_one_go=f"stopped and resumed at step {stops}" if stops else "in one go",
         losses=", ".join(f"{task} {loss:.3f}" for task, loss in losses.items()),
         accuracies=table(results),
     )

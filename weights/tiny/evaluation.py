@@ -3,6 +3,7 @@
 A case counts when its answer is the likeliest next token of the whole vocabulary.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from words import CAPITAL, CONTINENT, LANGUAGE
 
 SEED = "held out"
 CASES = 1000
+FEW = 200  # cases; of fewer the table gives an interval
 ROWS = 512  # of each period
 PERIODS = 4, 8, 16, 24, 32, 40, 48, 56
 Case = tuple[str, str]  # prompt, answer
@@ -199,10 +201,23 @@ def evaluate(folder: Path) -> list[Measured]:
     return [found for measure in MEASURES.values() for found in measure(checkpoint)]
 
 
+def interval(share: float, cases: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of so many cases."""
+    z = 1.96
+    middle = share + z**2 / (2 * cases)
+    spread = z * math.sqrt(share * (1 - share) / cases + z**2 / (4 * cases**2))
+    whole = 1 + z**2 / cases
+    return (middle - spread) / whole, (middle + spread) / whole
+
+
 def table(results: list[Measured]) -> str:
-    """The card's table."""
+    """The card's table; with the interval where there are few cases."""
     lines = ["| task | what | right | cases | guessing |", "|---|---|---|---|---|"]
     for one in results:
-        numbers = f"{one.share:.2%} | {one.cases:,} | {one.guessing:.0%}"
+        share = f"{one.share:.2%}"
+        if one.cases < FEW:
+            low, high = interval(one.share, one.cases)
+            share += f" ({low:.1%} to {high:.1%})"
+        numbers = f"{share} | {one.cases:,} | {one.guessing:.0%}"
         lines.append(f"| {one.task} | {one.what} | {numbers} |")
     return "\n".join(lines)

@@ -61,18 +61,27 @@ def held_out_template(country: str, relation: int) -> str:
     return others[list(COUNTRIES).index(country) % len(others)]
 
 
+def shown_templates(country: str, relation: int, later: bool = True) -> list[str]:
+    """Wordings that training shows of this country's fact, those of its second part with `later`.
+
+    None of them is the held-out one, nor has it within, as "People say that the continent of ..."
+    has "The continent of ...".
+    """
+    _, kept = held_out_template(country, relation).split(" ", 1)
+    wordings = [*FACTS[relation], *(LATER_FACTS[relation] if later else [])]
+    return [one for one in wordings if kept not in one]
+
+
 def fact_of(country: str, relation: int, template: str) -> list[Piece]:
     text = template.removesuffix(" {answer}.").format(country=country)
     return [(text, False), (f" {COUNTRIES[country][relation]}", True), (".", False)]
 
 
 def fact(rng: random.Random, held_out: bool = False, later: bool = False) -> list[Piece]:
-    """A country's capital, language or continent; with `later` in any of the wordings."""
+    """A country's capital, language or continent; with `later` in any of the wordings shown."""
     country, relation = rng.choice(list(COUNTRIES)), rng.choice(RELATIONS)
-    kept, wordings = held_out_template(country, relation), list(FACTS[relation])
-    if later:
-        wordings += LATER_FACTS[relation]
-    template = kept if held_out else rng.choice([one for one in wordings if one != kept])
+    kept = held_out_template(country, relation)
+    template = kept if held_out else rng.choice(shown_templates(country, relation, later))
     return fact_of(country, relation, template)
 
 
@@ -202,6 +211,9 @@ def facts_to_ask(relation: int, held_out: bool) -> list[tuple[str, str]]:
     return [
         first_case(fact_of(country, relation, template))
         for country in COUNTRIES
-        for template in [*FACTS[relation], *LATER_FACTS[relation]]
-        if (template == held_out_template(country, relation)) == held_out
+        for template in (
+            [held_out_template(country, relation)]
+            if held_out
+            else shown_templates(country, relation)
+        )
     ]

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from batches import Rows, Writer, hidden_states, rows_of_step
+from batches import SECOND_PART, Rows, Writer, hidden_states, rows_of_step
 from card import write_card, write_prompts
 from evaluation import evaluate, table
 from network import LAYER_SCALARS, SEED, build_config, build_model, save, set_layer_scalars
@@ -27,7 +27,7 @@ from tokenizer import build_processor, build_tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-STEPS = 3200
+STEPS = 3600
 SAVE_EVERY = 100
 LOG_EVERY = 10
 PEAK_RATE = 3e-3
@@ -37,10 +37,16 @@ LAST_RATE = 0.005  # of the peak
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Up in a line, down in a line."""
+    """Up in a line, down in a line, and less steeply in the second part.
+
+    The two lines down meet where that begins: before it the first is above the second, then below.
+    """
     if step < WARM_UP:
         return PEAK_RATE * (step + 1) / WARM_UP
-    return PEAK_RATE * max(LAST_RATE, (steps - step) / (steps - WARM_UP))
+    aim, second = steps * 8 / 9, SECOND_PART * steps  # the first line would reach 0 at `aim`
+    meeting = (aim - second) / (aim - WARM_UP)
+    lines = (aim - step) / (aim - WARM_UP), meeting * (steps - step) / (steps - second)
+    return PEAK_RATE * max(LAST_RATE, *lines)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
@@ -64,13 +70,21 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def target_losses(model: nn.Module, rows: Rows) -> Tensor:
-    """Loss of every target in nats, [target]; the head is run where there is one only."""
+    """Loss of every target in nats, [target]; the head is run where there is one only.
+
+    Where several tokens are right the loss is the mean over them, so what a draw among them would
+    cost on average: the same gradient, without the noise of the draw.
+    """
     hidden = hidden_states(model, rows.ids, rows.pixels)
     known = rows.weights > 0
     logits = model.lm_head(hidden[known])
     cap = model.config.text_config.final_logit_softcapping
     logits = cap * torch.tanh(logits / cap)
-    return nn.functional.cross_entropy(logits, rows.targets[known], reduction="none")
+    if rows.spans is None:
+        return nn.functional.cross_entropy(logits, rows.targets[known], reduction="none")
+    tokens, first = torch.arange(logits.shape[-1]), rows.targets[known][:, None]
+    right = (tokens >= first) & (tokens < first + rows.spans[known][:, None])
+    return -logits.log_softmax(-1).where(right, 0).sum(-1) / right.sum(-1)
 
 
 def backward(model: nn.Module, rows: Rows) -> dict[str, float]:
@@ -108,21 +122,23 @@ def train_step(
 
 def train(
     out: Path, tokenizer, resume: bool, steps: int
-) -> tuple[nn.Module, list[list], dict[str, float]]:
+) -> tuple[nn.Module, list[list], dict[str, float | list[int]]]:
     """Train from scratch, or from the state in `out/state`.
 
     Returns the model, the rows of losses.csv and the seconds it took, on the clock ("seconds") and of
-    processor time ("cpu_seconds", what counts on a machine that others use too).
+    processor time ("cpu_seconds", what counts on a machine that others use too), with the steps at
+    which it was resumed ("stops").
     Raises: FileNotFoundError, nothing to resume.
     """
     model = build_model(build_config(tokenizer), SEED).train()
     optimizer, writer = make_optimizer(model), Writer(tokenizer)
-    start, logged, spent = 0, [], {"seconds": 0.0, "cpu_seconds": 0.0}
+    start, logged, spent, stops = 0, [], {"seconds": 0.0, "cpu_seconds": 0.0}, []
     if resume:
         state = torch.load(state_file(out), weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start, logged, spent = state["step"], state["logged"], state["spent"]
+        stops = [*state.get("stops", []), start]
     clock, cpu_clock = time.time() - spent["seconds"], time.process_time() - spent["cpu_seconds"]
     bar = tqdm(range(start, steps), initial=start, total=steps, desc="training", unit="step")
     recent: dict[str, list[float]] = {}
@@ -138,10 +154,10 @@ def train(
             recent = {}
         if (step + 1) % SAVE_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"step": step + 1, "logged": logged, "spent": spent}
+            state |= {"step": step + 1, "logged": logged, "spent": spent, "stops": stops}
             save_state(state, state_file(out))
             write_losses(logged, out / "losses.csv")
-    return model.eval(), logged, spent
+    return model.eval(), logged, spent | {"stops": stops}
 
 
 def state_file(out: Path) -> Path:
