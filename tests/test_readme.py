@@ -3,6 +3,8 @@
 import pytest
 import snippets
 
+from lens_gemma4.__main__ import COMMANDS
+
 README = snippets.ROOT / "README.md"
 PARTS = {snippets.title(part): part for part in snippets.parts(README) if "```python" in part}
 
@@ -28,6 +30,13 @@ def test_it_gets_to_a_finding_before_it_explains():
     first = snippets.FENCED.findall(text)[0]
     own = [line for line in first.splitlines() if line and not line.startswith(snippets.SHOWN)]
     assert len(own) <= 22 and snippets.SHOWN in first
+
+
+def test_it_names_every_notebook_and_every_command():
+    text = README.read_text(encoding="utf-8")
+    missing = [n.name for n in (snippets.ROOT / "notebooks").glob("*.ipynb") if n.name not in text]
+    assert not missing
+    assert all(f" {name} " in f" {text} ".replace("`", " ") for name in COMMANDS)
 
 
 def test_a_figure_that_is_another_is_found():
