@@ -31,7 +31,7 @@ PAGES = [*snippets.PAGES, ROOT / "weights" / "tiny" / "README.md"]
 STYLE = """
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; } code { font-size: .9em; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
 td, th { border: 1px solid #ccc; padding: .25rem .5rem; text-align: left; vertical-align: top; }
 @media (prefers-color-scheme: dark) {
   body { background: #161616; color: #ddd; } pre { background: #242424; } a { color: #8ab4f8; }
