@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"identities", "model", "hooked_model", "lenses", "interventions"},
     "results": {"plots"},
     "plans": {"identities", "version", "hooked_model", "interventions", "metrics"},
+    "ground_truth": {"loading", "hooked_model", "metrics", "results", "plans"},
     "sweep": {"spans", "hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "changes": {"identities", "spans", "hooked_model", "interventions", "sweep"},
     "maps": {"hooked_model", "interventions", "changes", "metrics", "results", "sweep"},
