@@ -20,9 +20,8 @@ from lens_gemma4 import (
 from lens_gemma4.attribution import by_head, needed
 from lens_gemma4.ground_truth import Head, Recovery, Task, score
 
-NOTICED = (
-    0.7  # a place whose reading can be cut alone: the score falls below this when nothing reads it
-)
+NOTICED = 0.7  # the score falls below this when nothing reads a place that can be told from others by a knockout
+CARRIES = 0.01  # of the way to the prompt's run: less is restored by heads that do the same in its counterpart
 
 
 class Prepared(NamedTuple):
@@ -116,13 +115,17 @@ TOOLS: dict[str, Callable[[Prepared], Tensor]] = {
 def found_by(task: Task) -> dict[str, tuple[Callable[[Prepared], Tensor], Sequence[Head]]]:
     """Each tool that applies to a task, and the heads that it can find.
 
-    Attribution sees what is written at the last position; a knockout of a place, the heads that read it.
+    Patching finds heads that carry what prompt and counterpart differ in; attribution those that write it at the last position;
+    a knockout of a place the heads that read it.
     """
+    carrying = [head for head in task.heads if head.restored >= CARRIES]
     found = {name: (tool, task.heads) for name, tool in TOOLS.items()}
-    found["attribution"] = attribution, task.at("the last token")
+    for name in ("patching", "patching, estimated", "edges"):
+        found[name] = TOOLS[name], carrying
+    found["attribution"] = attribution, [head for head in carrying if head.at == "the last token"]
     for place, left in task.measured["score when nothing reads"].items():
-        heads = task.reading(place) if left < NOTICED else []
-        if heads and place in task.places:
+        heads = task.reading(place)
+        if left < NOTICED and len(heads) > 1:
             found[f"knockout, {place}"] = cut_from(place), heads
     if task.name == "repeats":
         before, after = "the last token, the first time", "what followed it"

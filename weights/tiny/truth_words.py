@@ -68,6 +68,8 @@ def names(heads: Iterable[Head]) -> str:
 
 
 def listed(parts: Sequence[object]) -> str:
+    if not parts:
+        return "none"
     *first, last = map(str, parts)
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -184,7 +186,9 @@ def colour(claims: Claims) -> str:
     readers = claims.some(
         [head for head in task.reading(patch) if head.at == LAST], "heads that read the patch"
     )
-    corner = [head for head in task.heads if head.layer < min(h.layer for h in readers)]
+    corner = [
+        head for head in task.heads if head.layer < min((h.layer for h in readers), default=0)
+    ]
     claims.some(corner, "heads that tell the corner")
     claims.full(readers)
     cut = claims.cut(patch, 0.35)
