@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import truth_tools
 import truth_words
 
 from lens_gemma4 import HookedModel, ablate, knockout, patch
+from lens_gemma4 import ground_truth as ground_truth_module
 from lens_gemma4.attribution import residual_gain
 from lens_gemma4.ground_truth import FILE, GroundTruth, Task, load, opened, score
 from lens_gemma4.loading import CheckpointError
@@ -227,7 +229,6 @@ def test_attribution_needs_the_layer_scalars(tiny_model, maps):
         found = maps(name, "attribution")
         right.append(found_with(name, "attribution", found).auc)
         loud.append(found_with(name, "attribution", found / gain.to(found)[:, None]).auc)
-    print([round(x, 2) for x in right], [round(x, 2) for x in loud])
     assert sum(loud) < sum(right) - 0.1 * len(TASKS)
 
 
@@ -414,3 +415,8 @@ def test_the_file_is_what_the_script_finds():
     command = [sys.executable, TINY / "ground_truth.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_examples_run():
+    ran = doctest.testmod(ground_truth_module)
+    assert ran.attempted and not ran.failed
