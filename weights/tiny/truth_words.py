@@ -6,7 +6,7 @@ A statement whose claim does not hold of the weights is not written: `statement`
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from truth_search import ELSEWHERE
+from truth_search import ELSEWHERE, RESTORED
 
 from lens_gemma4.ground_truth import Head, Task
 
@@ -108,7 +108,11 @@ def gifts(claims: Claims) -> str:
     task, again = claims.task, "the giver's name, the second time"
     givers = claims.some(task.reading(again), "heads that read who gives")
     readers = claims.some(
-        [head for head in task.reading("the receiver's name") if head.at == LAST],
+        [
+            head
+            for head in task.reading("the receiver's name")
+            if head.at == LAST and head.restored >= RESTORED
+        ],
         "heads that read the receiver",
     )
     claims.before(givers, readers, "the giver is read before the receiver")
@@ -212,10 +216,12 @@ def shape(claims: Claims) -> str:
         "heads that read on from the word before the colour",
     )
     claims.before(readers, then, "the patch is read first")
+    first = min((head.layer for head in readers), default=0)
+    corner = claims.some([h for h in task.heads if h.layer < first], "heads that tell the corner")
     cut, late = claims.cut(patch, 0.45), claims.cut(before, 0.7)
     return (
-        f"The shape was read together with its colour, one token earlier: {names(readers)} look from the word before the colour at the patch "
-        f"({pays(readers)}), and {names(then)} fetch the shape from there to the last token. When nothing reads the patch, "
+        f"The shape was read together with its colour, one token earlier: {names(corner)} carry the corner's words to the word before the colour, {names(readers)} look from there at the patch "
+        f"({pays(readers)}), and {names(then)} fetch the shape to the last token. When nothing reads the patch, "
         f"{percent(cut)} are right; when nothing reads the word before the colour, {percent(late)}."
     )
 
