@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"identities", "model", "hooked_model", "lenses", "interventions"},
     "results": {"plots"},
     "plans": {"identities", "version", "hooked_model", "interventions", "metrics"},
+    "ground_truth": {"loading", "hooked_model", "metrics", "results", "plans"},
     "sweep": {"spans", "hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "changes": {"identities", "spans", "hooked_model", "interventions", "sweep"},
     "maps": {"hooked_model", "interventions", "changes", "metrics", "results", "sweep"},
@@ -402,7 +403,8 @@ def test_the_wheel_holds_the_checkpoint_and_not_its_training(tmp_path, monkeypat
         for name in names
         if name.startswith("lens_gemma4/_tiny/")
     }
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= held
+    whole = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "ground_truth.json"}
+    assert whole <= held
     assert not any(name.endswith(".py") for name in held)
     assert not any(name.startswith("state") for name in held)
     assert {name.split("/")[0] for name in names} == {
