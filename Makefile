@@ -6,7 +6,7 @@ DRIVER := .venv/.browser
 # The lowest supported transformers, beside the newest that the environment holds.
 OLDEST_TRANSFORMERS := 5.10.1
 
-.PHONY: setup demo test test-slow test-oldest test-browser check notebooks pictures bench gpu lint
+.PHONY: setup demo test test-slow test-oldest test-browser check notebooks pictures docs bench gpu lint
 
 setup: $(INSTALLED)
 
@@ -60,6 +60,12 @@ notebooks: setup
 # Every kind of figure over a picture, as pages and, by a Chromium or Chrome, as PNG files to look at.
 pictures: setup
 	$(BIN)/python notebooks/pictures.py -o pictures
+
+# What pages print and what is made from something else, as it is today; then the site with the API reference, docs/_build/index.html.
+docs: setup
+	$(BIN)/python docs/generated.py
+	$(BIN)/python docs/snippets.py
+	$(BIN)/python docs/build_api.py
 
 # Peers live in environments of their own; benchmarks/sweep.py says how they are made.
 PEERS = $(if $(TL_PYTHON),--tl-python $(TL_PYTHON)) $(if $(NNSIGHT_PYTHON),--nnsight-python $(NNSIGHT_PYTHON))

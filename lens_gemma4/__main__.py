@@ -129,7 +129,7 @@ def _names_options(command: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--model", metavar="FOLDER", help="also say which of them a checkpoint has, and why not"
     )
-    kind.add_argument("--markdown", action="store_true", help="as the README has it")
+    kind.add_argument("--markdown", action="store_true", help="as docs/hook_points.md has it")
 
 
 def _check_options(command: argparse.ArgumentParser) -> None:

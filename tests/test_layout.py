@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lens_gemma4"
 
 TOP_LEVEL = {
     *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
-    *("benchmarks", "lens_gemma4", "notebooks", "tests", "weights"),
+    *("benchmarks", "docs", "lens_gemma4", "notebooks", "tests", "weights"),
 }
 # Each module may import those named, all of them above it: imports run one way, from first to last.
 MAY_IMPORT: dict[str, set[str]] = {
