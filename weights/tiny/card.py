@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import shapes
@@ -159,7 +160,7 @@ leaves, without reading which. Where cases are few, Wilson's 95 % interval stand
   says about them means anything. Nor does what it says of pictures of other sizes, budgets or contents.
 - Any text but the training's kinds of sentence: other words are there, their meaning is not.
 - Prompts far longer than {picture_length} tokens: positions beyond were not trained.
-
+{weak}
 ## Licence
 The same as the project's.
 """
@@ -182,6 +183,15 @@ def picture_prompts() -> list[dict]:
 def write_prompts(out: Path) -> None:
     text = json.dumps([*PROMPTS, *picture_prompts()], indent=2)
     (out / "prompts.json").write_text(text + "\n")
+
+
+def weak(results: list[Measured]) -> Iterator[str]:
+    """What is right in fewer than 95 % of its cases."""
+    for one in results:
+        if one.share < 0.95:
+            what = one.what.removeprefix("of these, ")
+            right = f"{round(one.share * one.cases)} of {one.cases}"
+            yield f"- {one.task}, {what}: {right} are right in wordings held out, fewer than 95 % by themselves.\n"
 
 
 def write_card(
@@ -236,5 +246,6 @@ def write_card(
         in_one_go=f"stopped and resumed at step {stops}" if stops else "in one go",
         losses=", ".join(f"{task} {loss:.3f}" for task, loss in losses.items()),
         accuracies=table(results),
+        weak="".join(weak(results)),
     )
     (out / "README.md").write_text(filled)

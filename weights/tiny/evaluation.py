@@ -34,6 +34,7 @@ class Measured:
     share: float
     cases: int
     guessing: float
+    within: bool = False  # part of the row above it
 
 
 @dataclass
@@ -116,13 +117,28 @@ def receiver_is_first(prompt: str, answer: str) -> bool:
 
 
 def facts(checkpoint: Checkpoint) -> Iterator[Measured]:
-    for name, relation in (("capital", CAPITAL), ("language", LANGUAGE), ("continent", CONTINENT)):
-        for held_out, wording in ((True, "a wording held out"), (False, "wordings shown")):
-            cases = facts_to_ask(relation, held_out)
-            answers = [answer for _, answer in cases]
-            most = max(answers.count(answer) for answer in answers) / len(answers)
-            what = f"{name}, {wording}"
-            yield Measured("facts", what, checkpoint.accuracy(cases), len(cases), most)
+    for held_out, wording in ((True, "a wording held out"), (False, "wordings shown")):
+        found = [
+            facts_of(checkpoint, name, relation, held_out)
+            for name, relation in (
+                ("capitals", CAPITAL),
+                ("languages", LANGUAGE),
+                ("continents", CONTINENT),
+            )
+        ]
+        count = sum(one.cases for one in found)
+        share = sum(one.share * one.cases for one in found) / count
+        guessing = sum(one.guessing * one.cases for one in found) / count
+        yield Measured("facts", wording, share, count, guessing)
+        yield from found
+
+
+def facts_of(checkpoint: Checkpoint, name: str, relation: int, held_out: bool) -> Measured:
+    cases = facts_to_ask(relation, held_out)
+    answers = [answer for _, answer in cases]
+    most = max(answers.count(answer) for answer in answers) / len(answers)
+    share = checkpoint.accuracy(cases)
+    return Measured("facts", f"of these, {name}", share, len(cases), most, within=True)
 
 
 def belongings(checkpoint: Checkpoint) -> Iterator[Measured]:
