@@ -2,10 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .oldest/.installed
+DRIVER := .venv/.browser
 # The lowest supported transformers, beside the newest that the environment holds.
 OLDEST_TRANSFORMERS := 5.10.1
 
-.PHONY: setup demo test test-slow test-oldest check notebooks pictures bench gpu lint
+.PHONY: setup demo test test-slow test-oldest test-browser check notebooks pictures docs bench gpu lint
 
 setup: $(INSTALLED)
 
@@ -42,6 +43,14 @@ test-slow: $(OLDEST)
 	$(BIN)/python -m pytest $(WORKERS) -m slow
 	PYTHONPATH=.oldest $(BIN)/python -m pytest $(WORKERS) -m slow tests/test_parity.py tests/test_media_parity.py
 
+# The report's page in a Chromium that is there (BROWSER=/path/to/one; by default Debian's).
+test-browser: $(DRIVER)
+	$(BIN)/python -m pytest -m browser -s tests/browser
+
+$(DRIVER): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	touch $@
+
 check: setup
 	$(BIN)/lens-gemma4 check tiny
 
@@ -51,6 +60,12 @@ notebooks: setup
 # Every kind of figure over a picture, as pages and, by a Chromium or Chrome, as PNG files to look at.
 pictures: setup
 	$(BIN)/python notebooks/pictures.py -o pictures
+
+# What pages print and what is made from something else, as it is today; then the site with the API reference, docs/_build/index.html.
+docs: setup
+	$(BIN)/python docs/generated.py
+	$(BIN)/python docs/snippets.py
+	$(BIN)/python docs/build_api.py
 
 # Peers live in environments of their own; benchmarks/sweep.py says how they are made.
 PEERS = $(if $(TL_PYTHON),--tl-python $(TL_PYTHON)) $(if $(NNSIGHT_PYTHON),--nnsight-python $(NNSIGHT_PYTHON))

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lens_gemma4 import HookedConfig, HookedModel
 from lens_gemma4.config import LayerConfig
+from lens_gemma4.kv_cache import slots_of
 from lens_gemma4.local import FULL_BLOCK, Prompt, block_size, parts_of
 from lens_gemma4.masks import Rule
 
@@ -234,11 +235,13 @@ def weight_numbers(cfg: HookedConfig) -> int:
         return sum(weight.numel() for _, weight in HookedModel(cfg).named_weights())
 
 
-def held_numbers(layer: LayerConfig, tokens: int, ring: bool = True) -> int:
+def held_numbers(layer: LayerConfig, tokens: int, windows: bool = True) -> int:
     """Of a block's keys and values in a cache; none of a borrower."""
     if layer.lender is not None:
         return 0
-    kept = tokens if layer.window is None or not ring else min(tokens, layer.window)
+    kept = tokens
+    if windows and layer.window is not None and tokens > layer.window:
+        kept = slots_of(layer.window)
     return 2 * kept * layer.n_key_value_heads * layer.d_head
 
 
@@ -294,10 +297,10 @@ def plan(text: dict[str, Any], tokens: int, dtype: torch.dtype) -> Iterator[str]
     yield f"weights of the text network {weights / 1e9:8.1f} GB"
     yield f"stream [pos d_model]        {tokens * cfg.d_model * size / 1e9:8.1f} GB each"
     held = by_kind(cfg, lambda layer: held_numbers(layer, tokens) * size)
-    unringed = by_kind(cfg, lambda layer: held_numbers(layer, tokens, ring=False) * size)
+    whole = by_kind(cfg, lambda layer: held_numbers(layer, tokens, windows=False) * size)
     for kind, number in held.items():
-        without = f" ({unringed[kind] / 1e9:.1f} without)" if kind == "sliding" else ""
-        how = "as rings" if kind == "sliding" else "whole"
+        without = f" ({whole[kind] / 1e9:.1f} without)" if kind == "sliding" else ""
+        how = "as windows" if kind == "sliding" else "whole"
         yield f"keys and values, {kind:10} {number / 1e9:8.2f} GB, kept {how}{without}"
     last, all_logits = cfg.d_vocab * size, tokens * cfg.d_vocab * size
     yield f"logits, last position       {last / 1e9:8.4f} GB (logits_to_keep=1); of all {all_logits / 1e9:.1f} GB"

@@ -75,12 +75,61 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _report_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        nargs="?",
+        default="tiny",
+        help="a Hub id, a folder, or 'tiny', which ships with the package (default)",
+    )
+    command.add_argument(
+        "--prompt", default="The capital of France is", help="any text (default: %(default)r)"
+    )
+    command.add_argument(
+        "--answer",
+        help="one token, with its leading space, e.g. ' Paris' (default: the first choice)",
+    )
+    command.add_argument("--versus", help="a token to compare it with (default: none)")
+    command.add_argument(
+        "--image", action="append", help="a picture's file or address; again for several"
+    )
+    command.add_argument(
+        "--image-tokens", type=int, help="budget of each: 70, 140, 280, 560 or 1120"
+    )
+    ablation = command.add_mutually_exclusive_group()
+    ablation.add_argument(
+        "--ablation",
+        choices=("zero", "mean"),
+        default="zero",
+        help="what takes a head's place in the ablation map (default: %(default)s)",
+    )
+    ablation.add_argument(
+        "--no-ablation",
+        dest="ablation",
+        action="store_const",
+        const=None,
+        help="leave the ablation maps out, which take most of the time",
+    )
+    command.add_argument(
+        "--ablate-last-only",
+        action="store_true",
+        help="change heads at the last position alone, which is quicker",
+    )
+    command.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)"
+    )
+    command.add_argument(
+        "-o", "--output", default="report.html", help="the page to write (default: %(default)s)"
+    )
+
+
 def _names_options(command: argparse.ArgumentParser) -> None:
     kind = command.add_mutually_exclusive_group()
     kind.add_argument(
         "--model", metavar="FOLDER", help="also say which of them a checkpoint has, and why not"
     )
-    kind.add_argument("--markdown", action="store_true", help="as the README has it")
+    kind.add_argument("--markdown", action="store_true", help="as docs/hook_points.md has it")
 
 
 def _check_options(command: argparse.ArgumentParser) -> None:
@@ -172,6 +221,25 @@ def _demo(given: argparse.Namespace) -> int:
         given.device,
         given.dtype,
         given.output,
+    )
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    from lens_gemma4 import report
+
+    report.run(
+        given.prompt,
+        given.answer,
+        given.versus,
+        given.model,
+        given.image,
+        given.device,
+        given.dtype,
+        given.output,
+        image_tokens=given.image_tokens,
+        ablation=given.ablation,
+        ablate_last_only=given.ablate_last_only,
     )
     return 0
 
@@ -276,6 +344,11 @@ COMMANDS = {
         "why a model goes on with one token rather than another: tables and a page",
         _demo_options,
         _demo,
+    ),
+    "report": (
+        "what a model does on a prompt, as a page: every part of every block, lens, attribution, ablation, patterns",
+        _report_options,
+        _report,
     ),
     "ablate": (
         "what a metric is without each head, MLP, neuron, ...: a table for every prompt of a file",

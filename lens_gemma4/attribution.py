@@ -16,7 +16,7 @@ nothing else does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -240,21 +240,27 @@ class Target:
                 "the stream at a layer is read along a direction: give direction [d_model] with layer"
             )
 
-    def __str__(self) -> str:
+    def told(self, word: Callable[[int], str] | None = None) -> str:
+        """In words, for titles; tokens by their numbers, or as `word` spells them."""
         if self.direction is not None:
             where = "the final norm" if self.layer is None else f"the stream at block {self.layer}"
             return f"direction of {where}"
-        versus = "" if self.versus is None else f" minus {_told(self.versus)}"
-        return f"{WORDS[self.of]} of {_told(self.token)}{versus}"
+        versus = "" if self.versus is None else f" minus {_told(self.versus, word)}"
+        return f"{WORDS[self.of]} of {_told(self.token, word)}{versus}"
+
+    def __str__(self) -> str:
+        return self.told()
 
 
 VOCAB_CHUNK = 16_384
 WORDS = {"raw": "logit before softcap", "logit": "logit", "logprob": "log-probability"}
 
 
-def _told(token: Any) -> str:
+def _told(token: Any, word: Callable[[int], str] | None) -> str:
     ids = torch.as_tensor(token).unique().tolist()
-    return f"token {ids[0]}" if len(ids) == 1 else "a token a row"
+    if len(ids) > 1:
+        return "a token a row"
+    return f"token {ids[0]}" if word is None else repr(word(ids[0]))
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,14 @@ def region(
         size: width and height of the pictures, where only a processor's output was given, which does not tell.
     Raises:
         ValueError: no prompt has it; a box without area or outside a picture; sizes that are not known.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> picture = Image.new("RGB", (192, 144))
+    >>> inputs = model.prepare(f"{model.image_token} is", images=picture, image_tokens=70)
+    >>> region(model, inputs, (20, 20, 100, 100)).unit.name
+    'image[0] in (20, 20, 100, 100)'
     """
     where = torch.zeros_like(tensors["input_ids"], dtype=torch.bool)
     spans = _numbered(model, tensors, image)
@@ -259,6 +267,15 @@ def swapped(
         image, other: which of each prompt's images; prompts with neither are left as they are.
     Raises:
         ValueError: no prompt has them, or a prompt has one of them alone; they have different numbers of tokens.
+
+    >>> from PIL import Image
+    >>> from lens_gemma4 import HookedModel
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> two = [Image.new("RGB", (192, 144), colour) for colour in ("red", "blue")]
+    >>> inputs = model.prepare(f"{model.image_token} or {model.image_token}", images=two, image_tokens=70)
+    >>> changed = model.run_with_hooks(inputs, fwd_hooks=swapped(model, inputs).hooks())
+    >>> bool((changed - model(inputs)).abs().max() > 0.01)
+    True
     """
     ones, others = _numbered(model, tensors, image), _numbered(model, tensors, other)
     rows = [[span.row for span in spans] for spans in (ones, others)]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_gemma4 import attribution, plots
+from lens_gemma4 import attribution, outputs, plots
 from lens_gemma4.attribution import Target
 from lens_gemma4.cache import ActivationCache
 from lens_gemma4.hooked_model import HookedModel
@@ -27,9 +27,6 @@ PROMPT = "The capital of France is"
 PAGE = "demo.html"
 WIDTH = 100  # of printed text
 SHOWN = 10  # rows of a table that could be long
-MADE_HERE = (
-    b'name="generator" content="lens-gemma4"'  # plots.page writes it near the top of every page
-)
 
 
 @dataclass(frozen=True)
@@ -72,12 +69,12 @@ def run(
         ImportError: plotly is missing.
     """
     plots.require()
-    place = _place(Path(output))
+    place = outputs.place(Path(output), PAGE)
     if not prompt:
         raise ValueError(
             "the prompt is empty: give some text, e.g. --prompt 'The capital of France is'"
         )
-    loaded = HookedModel.from_pretrained(model, device=_device(device), dtype=dtype)
+    loaded = HookedModel.from_pretrained(model, device=outputs.device(device), dtype=dtype)
     with torch.no_grad():
         question, cache = ask(loaded, prompt, answer, versus)
         sections = [
@@ -91,7 +88,7 @@ def run(
     print(f"{title}\n{intro}")
     for section in sections:
         tell(section)
-    _write(place, plots.page(title, sections, intro))
+    outputs.write(place, plots.page(title, sections, intro))
     print(f"\nThe same with plots: {place}")
     return place
 
@@ -301,49 +298,3 @@ def largest(values: dict[str, float], unit: str) -> Table:
             unit: [value for _, value in ordered],
         }
     )
-
-
-# -- files and devices --------------------------------------------------------------------------------
-
-
-def _device(name: str | None) -> torch.device | None:
-    """A device that works, tried before a model is loaded."""
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # torch's ways of saying so
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
-
-
-def _place(path: Path) -> Path:
-    """Where the page may be written, found out before the work."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: name the page's file, e.g. -o {path / PAGE}")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {path.absolute().parent} to write {path.name} to"
-        )
-    if path.exists():
-        with path.open("rb") as file:
-            if MADE_HERE not in file.read(2000):
-                raise FileExistsError(
-                    f"{path} exists and is no page of this command: name another file with -o"
-                )
-    return path
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing: an interrupted write leaves the old page."""
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

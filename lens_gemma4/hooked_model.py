@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -592,6 +592,8 @@ class HookedModel(TextInputs, Gemma4):
         _, cache = self.run_with_cache(**tensors, names_filter=names, return_type=None)
         assert isinstance(cache, ActivationCache)
         found = attribution.BY[by](cache, target, positions)
+        if self.tokenizer is not None:
+            found = replace(found, target=target.told(self.to_single_str_token))
         return found.relabel(**self._token_labels(tensors, found))
 
     def _answers(self, answer: Any) -> Any:

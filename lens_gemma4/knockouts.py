@@ -48,6 +48,13 @@ def knockout(
     Raises:
         ValueError: a query would see nothing at all (renormalised, it has no pattern), or a position is none.
     Source: attention knockout, Geva et al. 2023, arXiv 2304.14767.
+
+    >>> from lens_gemma4 import HookedModel, logit
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = logit(model.to_single_token(" Paris"))
+    >>> found = knockout(model, "The capital of France is", ask, sources=[4], queries="last", units="attn")
+    >>> len(found.names) == model.cfg.n_layers
+    True
     """
     if units not in ("heads", "attn"):
         raise ValueError(f"units is {units!r}; a knockout is of 'heads' or 'attn'")

@@ -5,10 +5,11 @@
     one, other = kv.fork(), kv.fork()
     model(" Paris", kv_cache=one); model(" Rome", kv_cache=other)
 
-A sliding block keeps its window, as a ring: position p lies in slot p % window, and a new token overwrites the one that has
-just left. A full block keeps everything. What hooks leave at `hook_k`, `hook_rot_k` and their like is what is held, so that
-calls on a cache equal one run with the same hooks. Queries are shown all of it by position: attention in another order
-would round otherwise than transformers' own.
+A sliding block keeps its window and an eighth of it to spare: new tokens are written behind the window, and only where the
+memory ends is the window moved back to its begin, so that a token costs no copy of those before it. (A plain ring costs none
+either, but shows keys in another order, and sums over keys in another order round otherwise than transformers' own.) A full
+block keeps everything. What hooks leave at `hook_k`, `hook_rot_k` and their like is what is held, so that calls on a cache
+equal one run with the same hooks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ from torch import Tensor
 
 from lens_gemma4.config import HookedConfig, LayerConfig
 
+SPARE = 8  # a sliding block's slots beyond its window are the window over this, or this many
+
 New = Float[Tensor, "batch kv_head pos d_head"]
 Seen = Float[Tensor, "batch kv_head kv_pos d_head"]
+
+
+def slots_of(window: int) -> int:
+    """A window, and what is to spare behind it."""
+    return window + max(SPARE, window // SPARE)
 
 
 class Held:
@@ -34,12 +42,14 @@ class Held:
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.length = 0  # positions run, those that have left the window too
-        # The end of what was ever written: each position has taken the slot of the one a window before it.
-        self._reached = 0
+        self._first = 0  # the position in the first slot
+        self._reached = (
+            0  # the end of what was ever written: a window before it is there, and nothing older
+        )
         self._keys: Tensor | None = None  # [batch kv_head slot d_head]
         self._values: Tensor | None = None
         self._alone = True  # False while a fork reads the same memory
-        self._tail: tuple[Tensor, Tensor] | None = None  # what settle puts into the ring
+        self._tail: tuple[Tensor, Tensor] | None = None  # what settle writes
         self.seen: tuple[Tensor, Tensor] | None = None  # by the queries of the call at hand
 
     def extend(self, k: New, v: New) -> tuple[Seen, Seen]:
@@ -47,7 +57,7 @@ class Held:
         pos, past = k.shape[2], self.length
         if not past:
             self._keys = self._values = None  # of a first call that failed
-            self._reached = 0
+            self._first = self._reached = 0
         elif self._keys is not None and (self._keys.dtype, self._keys.device) != (
             k.dtype,
             k.device,
@@ -61,25 +71,22 @@ class Held:
             self.seen = (k, v) if not past else self._after_window(k, v)
         else:
             self._write(k, v)
-            assert self._keys is not None and self._values is not None
-            if past:
-                k, v = (self._in_order(held, past + pos) for held in (self._keys, self._values))
-            self.seen = (k, v)
+            end = past + pos
+            begin = 0 if self.window is None else max(0, end - self.window)
+            self.seen = self._between(begin, end) if past else (k, v)
         return self.seen
 
-    def _in_order(self, buffer: Tensor, total: int) -> Seen:
-        """What is held of so many positions, the oldest first: of a ring that has turned, a copy."""
-        if self.window is None or total <= self.window:
-            return buffer[:, :, :total]
-        oldest = total % self.window
-        return buffer.roll(-oldest, 2) if oldest else buffer
+    def _between(self, begin: int, end: int) -> tuple[Seen, Seen]:
+        """What is held of these positions."""
+        assert self._keys is not None and self._values is not None
+        here = slice(begin - self._first, end - self._first)
+        return self._keys[:, :, here], self._values[:, :, here]
 
     def settle(self, pos: int) -> None:
         """The call that added `pos` positions is over."""
         self.seen, tail = None, self._tail
         if tail is not None:
             self._tail = None
-            # Positions length + pos - n ... length + pos - 1 go to their slots.
             n = tail[0].shape[2]
             self.length += pos - n
             self._write(*tail)
@@ -92,43 +99,38 @@ class Held:
         self.seen = self._tail = None
 
     def _write(self, k: New, v: New) -> None:
-        """Into the slots of the positions from `length` on; no more than a window of them."""
-        pos = k.shape[2]
-        end = self.length + pos
-        self._make_room(k, v, end if self.window is None else min(end, self.window))
+        """Behind the positions before `length`; no more than a window of them."""
+        end = self.length + k.shape[2]
+        self._make_room(k, v, end)
         assert self._keys is not None and self._values is not None
-        begin = self.length if self.window is None else self.length % self.window
-        first = pos if self.window is None else min(pos, self.window - begin)
-        for buffer, new in ((self._keys, k), (self._values, v)):
-            buffer[:, :, begin : begin + first] = new[:, :, :first]
-            if first < pos:
-                buffer[:, :, : pos - first] = new[:, :, first:]
+        here = slice(self.length - self._first, end - self._first)
+        self._keys[:, :, here], self._values[:, :, here] = k, v
         self._reached = max(self._reached, end)
 
-    def _make_room(self, k: New, v: New, slots: int) -> None:
-        """Memory for so many slots, doubled when it grows so that a token costs no copy of those before it."""
-        held = 0 if self._keys is None else self._keys.shape[2]
-        if slots <= held and self._alone:
+    def _make_room(self, k: New, v: New, end: int) -> None:
+        """Memory up to a position, doubled when it grows, so that a token costs no copy of those before it."""
+        room = 0 if self._keys is None else self._keys.shape[2]
+        if end - self._first <= room and self._alone:
             return
-        room = held
-        if slots > held:
-            room = max(slots, 2 * held, 16)
-            room = room if self.window is None else min(room, self.window)
-        used = min(self.length, held)
+        first = self._first
+        if self.window is not None and end - first > slots_of(self.window):
+            first = end - self.window
+        if end - first > room:
+            room = max(end - first, 2 * room, 16)
+        if self.window is not None:
+            most = slots_of(self.window)
+            room = most if end > self.window else min(room, most)
+        kept = slice(first - self._first, max(first, self.length) - self._first)
         self._keys, self._values = (
-            _moved(old, new, room, used) for old, new in ((self._keys, k), (self._values, v))
+            _moved(old, new, room, kept) for old, new in ((self._keys, k), (self._values, v))
         )
-        self._alone = True
+        self._first, self._alone = first, True
 
     def _after_window(self, k: New, v: New) -> tuple[Seen, Seen]:
-        """What is left of the window before a call of several tokens, in order, and then its own."""
-        assert self.window is not None and self._keys is not None and self._values is not None
-        at = torch.arange(max(0, self.length - self.window + 1), self.length, device=k.device)
-        slots = at % self.window
-        return (
-            torch.cat((self._keys[:, :, slots], k), 2),
-            torch.cat((self._values[:, :, slots], v), 2),
-        )
+        """What is left of the window before a call of several tokens, and then its own."""
+        assert self.window is not None
+        keys, values = self._between(max(0, self.length - self.window + 1), self.length)
+        return torch.cat((keys, k), 2), torch.cat((values, v), 2)
 
     def crop(self, length: int) -> None:
         self.length = min(self.length, length)  # a skipped block has run less
@@ -142,7 +144,7 @@ class Held:
     def fork(self, rows: Int[Tensor, " row"] | None = None) -> Held:
         """Another that goes on from here; memory is copied when either is next written to, or at once to choose rows."""
         other = Held(self.window)
-        other.length, other._reached = self.length, self._reached
+        other.length, other._first, other._reached = self.length, self._first, self._reached
         if rows is None:
             other._keys, other._values = self._keys, self._values
             self._alone = other._alone = False
@@ -156,12 +158,13 @@ class Held:
         return sum(x.nbytes for x in (self._keys, self._values) if x is not None)
 
 
-def _moved(old: Tensor | None, like: Tensor, room: int, used: int) -> Tensor:
+def _moved(old: Tensor | None, like: Tensor, room: int, kept: slice) -> Tensor:
+    """Memory of so many slots that begins with some that were held."""
     batch, kv_heads, _, d_head = like.shape
     with torch.inference_mode(False):  # a cache filled there goes on elsewhere
         new = torch.empty(batch, kv_heads, room, d_head, dtype=like.dtype, device=like.device)
     if old is not None:
-        new[:, :, :used] = old[:, :, :used]
+        new[:, :, : kept.stop - kept.start] = old[:, :, kept]
     return new
 
 

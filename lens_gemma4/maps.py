@@ -153,6 +153,13 @@ def patch(
         A `SweepResult` as of `ablate`; its `recovered()` says how much of the way each goes to the other run.
     Raises:
         ValueError: prompts of unlike lengths, or another direction.
+
+    >>> from lens_gemma4 import HookedModel, logit_difference
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = logit_difference(*(model.to_single_token(word) for word in (" Paris", " Rome")))
+    >>> found = patch(model, "The capital of France is", "The capital of Italy is", ask)
+    >>> list(found.axes), round(found.recovered()[found.names.index("0_resid_pre @ 4")].item(), 3)
+    (['layer', 'pos'], 1.0)
     """
     if direction not in ("denoise", "noise"):
         raise ValueError(f"direction is {direction!r}; use 'denoise' or 'noise'")

@@ -219,7 +219,14 @@ class Metric:
 def logit_difference(
     answer: Any, versus: Any, positions: Any = "last", raw: bool = False
 ) -> Metric:
-    """Logit of one token minus another's, after the softcap (or before it, `raw`). Ids: one for all, or one for each prompt."""
+    """Logit of one token minus another's, after the softcap (or before it, `raw`). Ids: one for all, or one for each prompt.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = logit_difference(*(model.to_single_token(word) for word in (" Paris", " Rome")))
+    >>> bool(ablate(model, "The capital of France is", ask, layers=[0]).baseline > 0)
+    True
+    """
     return Metric(
         "logit difference" + " before the softcap" * raw,
         lambda read: read.logits(answer, raw) - read.logits(versus, raw),
@@ -229,7 +236,11 @@ def logit_difference(
 
 
 def logit(answer: Any, positions: Any = "last", raw: bool = False) -> Metric:
-    """Logit of a token, after the softcap (or before it, `raw`)."""
+    """Logit of a token, after the softcap (or before it, `raw`).
+
+    >>> logit(7, positions="last", raw=True).name
+    'logit before the softcap'
+    """
     return Metric(
         "logit" + " before the softcap" * raw,
         lambda read: read.logits(answer, raw),
@@ -239,7 +250,14 @@ def logit(answer: Any, positions: Any = "last", raw: bool = False) -> Metric:
 
 
 def log_prob(answer: Any, positions: Any = "last") -> Metric:
-    """Log-probability of a token, in nats."""
+    """Log-probability of a token, in nats.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = log_prob(model.to_single_token(" Paris"))
+    >>> bool(ablate(model, "The capital of France is", ask, layers=[0]).baseline > -1)
+    True
+    """
     return Metric(
         "log-probability (nats)",
         lambda read: _picked(read.log_probs, read.per_row(answer)),
@@ -249,7 +267,14 @@ def log_prob(answer: Any, positions: Any = "last") -> Metric:
 
 
 def prob(answer: Any, positions: Any = "last") -> Metric:
-    """Probability of a token."""
+    """Probability of a token.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = prob(model.to_single_token(" Paris"))
+    >>> bool(ablate(model, "The capital of France is", ask, layers=[0]).baseline > 0.5)
+    True
+    """
     return Metric(
         "probability",
         lambda read: _picked(read.log_probs, read.per_row(answer)).exp(),
@@ -259,7 +284,14 @@ def prob(answer: Any, positions: Any = "last") -> Metric:
 
 
 def rank(answer: Any, positions: Any = "last") -> Metric:
-    """How many tokens are likelier; 0 is the first choice."""
+    """How many tokens are likelier; 0 is the first choice.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> ask = rank(model.to_single_token(" Paris"))
+    >>> ablate(model, "The capital of France is", ask, layers=[0]).baseline.tolist()
+    [0.0]
+    """
 
     def of(read: Read) -> Tensor:
         own = _picked(read.whole, read.per_row(answer))
@@ -269,7 +301,14 @@ def rank(answer: Any, positions: Any = "last") -> Metric:
 
 
 def kl_to_clean(positions: Any = "last") -> Metric:
-    """KL(clean || variant) of the next-token distributions, in nats: 0 when nothing changed."""
+    """KL(clean || variant) of the next-token distributions, in nats: 0 when nothing changed.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> same = ablate(model, "The capital of France is", kl_to_clean(), layers=[0], mode=1.0)
+    >>> bool(same.effect.abs().max() < 1e-4)
+    True
+    """
 
     def of(read: Read) -> Tensor:
         clean = read.clean_log_probs
@@ -279,7 +318,15 @@ def kl_to_clean(positions: Any = "last") -> Metric:
 
 
 def loss() -> Metric:
-    """Mean next-token loss of each prompt, in nats, over the targets that `model(..., return_type="loss")` counts."""
+    """Mean next-token loss of each prompt, in nats, over the targets that `model(..., return_type="loss")` counts.
+
+    >>> from lens_gemma4 import HookedModel, ablate
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> text = "The capital of France is Paris."
+    >>> found = ablate(model, text, loss(), layers=[0])
+    >>> bool((found.baseline - model(text, return_type="loss")).abs().max() < 1e-4)
+    True
+    """
     return Metric(
         "loss (nats)",
         lambda read: -_picked(read.log_probs, read.slots.next_id[read.slot]),

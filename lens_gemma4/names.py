@@ -1,6 +1,6 @@
 """One table of every value that can be hooked: our name, the standard name, axes and meaning.
 
-README, `print(model)`, `model.support()` and `lens-gemma4 names` are made from it, and every lookup of
+docs/hook_points.md, `print(model)`, `model.support()` and `lens-gemma4 names` are made from it, and every lookup of
 a name goes through it. A hook's name is its module path.
 """
 

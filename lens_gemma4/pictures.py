@@ -369,7 +369,7 @@ def mask_picture(
     window = model.cfg.window_size if block.kind == "sliding" else None
     panels = {}
     for rule in RULES:
-        kinds = _kinds(_visible(model, tensors, block.kind, rule)[row], window)
+        kinds = _kinds(visible(model, tensors, block.kind, rule)[row], window)
         panels[_rule_says(model, rule, kinds, window)] = kinds.tolist()
     names = [f"{i} {label}" for i, label in enumerate(labels[row])]
     size = "" if window is None else f", window {window}"
@@ -640,7 +640,7 @@ def _within(span: Span, pos: int) -> None:
 # -- who sees whom ------------------------------------------------------------------------------------
 
 
-def _visible(
+def visible(
     model: HookedModel, tensors: Mapping[str, Any], kind: str, rule: Any
 ) -> Bool[Tensor, "batch pos kv_pos"]:
     ids, types = tensors.get("input_ids"), tensors.get("mm_token_type_ids")

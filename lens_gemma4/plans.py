@@ -58,10 +58,14 @@ def record(
     }
 
 
-def of_weights(model: HookedModel) -> str:
-    """Of every number of the weights."""
+def of_weights(model: HookedModel, dtype: torch.dtype | None = None) -> str:
+    """Of every number of the weights, as they are or in a dtype."""
     return digest(
-        *(part for name, weight in model.named_weights() for part in (name, _sums(weight)))
+        *(
+            part
+            for name, weight in model.named_weights()
+            for part in (name, _sums(weight if dtype is None else weight.to(dtype)))
+        )
     )
 
 

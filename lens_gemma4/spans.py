@@ -338,6 +338,11 @@ def token_labels(model: HookedModel, tensors: Mapping[str, Any]) -> list[list[st
     """Each prompt's tokens as text, position by position, with "image[0] (3, 2)" in place of placeholders.
 
     Without a tokenizer, or without ids, text tokens are their positions: "0", "1".
+
+    >>> from lens_gemma4 import HookedModel
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> token_labels(model, model.prepare("The capital"))
+    [['<bos>', 'The', ' capital']]
     """
     return labels_of(model.tokenizer, tensors, spans_of(model, tensors))()
 

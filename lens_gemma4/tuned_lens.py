@@ -189,6 +189,12 @@ def train_tuned_lens(
 
     `record` of the lens then holds the settings, `losses` (mean over blocks, nats, each step) and, with `held_out`,
     `held_out`: mean KL by block, nats, of the "logit lens" and the "tuned lens".
+
+    >>> from lens_gemma4 import HookedModel
+    >>> model = HookedModel.from_pretrained("tiny")
+    >>> lens = train_tuned_lens(model, ["The capital of Italy is Rome."] * 8, steps=3, progress=False)
+    >>> len(lens.record["losses"])
+    3
     """
     _at_least_one(steps=steps, batch_size=batch_size, max_tokens=max_tokens, save_every=save_every)
     rows = _token_rows(model, texts, max_tokens)

@@ -712,3 +712,10 @@ def test_a_question_keeps_what_it_needs_and_no_more(run, monkeypatch):
         assert not any("mlp.hook_post" in name or "pattern" in name for name in kept[-1])
     assert f"blocks.{n_layers - 1}.hook_resid_post" in kept[0]
     assert f"blocks.{n_layers - 1}.hook_resid_pre" in kept[1]
+
+
+def test_titles_spell_tokens(tiny_model):
+    found = tiny_model.attribute("The capital of France is", " Paris", versus=" Rome", by="part")
+    assert found.target == "logit before softcap of ' Paris' minus ' Rome'"
+    rows = tiny_model.attribute(["The capital of France is"] * 2, [" Paris", " Rome"], by="part")
+    assert rows.target == "logit before softcap of a token a row"

@@ -6,7 +6,7 @@ import pytest
 import talking
 import torch
 
-from lens_gemma4 import HookedModel, attribution, demo, plots
+from lens_gemma4 import HookedModel, attribution, demo, outputs, plots
 from lens_gemma4.attribution import Target
 from lens_gemma4.demo import Question, ask
 
@@ -249,9 +249,9 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(monkeypatch,
 
 def test_an_interrupted_write_leaves_the_old_page(monkeypatch, tmp_path):
     page = tmp_path / "page.html"
-    demo._write(page, "old")
+    outputs.write(page, "old")
     with pytest.raises(UnicodeEncodeError):
-        demo._write(page, "\udc80")
+        outputs.write(page, "\udc80")
     assert page.read_text() == "old"
     assert list(tmp_path.iterdir()) == [page]
 

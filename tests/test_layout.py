@@ -20,12 +20,15 @@ PACKAGE = ROOT / "lens_gemma4"
 
 TOP_LEVEL = {
     *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
-    *("benchmarks", "lens_gemma4", "notebooks", "tests", "weights"),
+    *("benchmarks", "docs", "lens_gemma4", "notebooks", "tests", "weights"),
 }
 # Each module may import those named, all of them above it: imports run one way, from first to last.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "outputs": set(),
+    "visible": set(),
+    "pages": set(),
     "config": set(),
     "names": {"config", "errors"},
     "kept": set(),
@@ -104,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"identities", "model", "hooked_model", "lenses", "interventions"},
     "results": {"plots"},
     "plans": {"identities", "version", "hooked_model", "interventions", "metrics"},
+    "ground_truth": {"loading", "hooked_model", "metrics", "results", "plans"},
     "sweep": {"spans", "hooked_model", "interventions", "variants", "metrics", "results", "plans"},
     "changes": {"identities", "spans", "hooked_model", "interventions", "sweep"},
     "maps": {"hooked_model", "interventions", "changes", "metrics", "results", "sweep"},
@@ -172,6 +176,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("masks", "spans", "forms", "plots", "overlays", "attribution", "cache", "lenses"),
         *("hooked_model", "results"),
     },
+    "watching": {"names", "attribution", "readings", "lenses", "hooked_model"},
+    "question": {"visible", "spans", "attribution", "hooked_model", "metrics"},
+    "report_data": {
+        *("version", "config", "names", "spans", "attribution", "cache", "hooked_model", "maps"),
+        *("pictures", "watching", "question"),
+    },
+    "report": {"outputs", "pages", "hooked_model", "question", "report_data"},
     "parallel": {"model", "sweep", "errors"},
     "check": {"config", "names", "loading", "hooked_model"},
 }
@@ -392,7 +403,8 @@ def test_the_wheel_holds_the_checkpoint_and_not_its_training(tmp_path, monkeypat
         for name in names
         if name.startswith("lens_gemma4/_tiny/")
     }
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= held
+    whole = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "ground_truth.json"}
+    assert whole <= held
     assert not any(name.endswith(".py") for name in held)
     assert not any(name.startswith("state") for name in held)
     assert {name.split("/")[0] for name in names} == {
@@ -400,6 +412,8 @@ def test_the_wheel_holds_the_checkpoint_and_not_its_training(tmp_path, monkeypat
         f"lens_gemma4-{version()}.dist-info",
     }
     assert "lens_gemma4/py.typed" in names
+    page = {name.rsplit("/", 1)[1] for name in names if "/report_page/" in name}
+    assert {"page.html", "page.css", "main.js"} <= page
 
 
 def version() -> str:

@@ -37,8 +37,8 @@ def test_keys_and_values_are_a_caches_own(shape, tokens):
     model(long.prompt(model, tokens), kv_cache=kv)
     held = long.by_kind(model.cfg, lambda layer: long.held_numbers(layer, tokens))
     assert 4 * sum(held.values()) == kv.nbytes
-    whole = long.by_kind(model.cfg, lambda layer: long.held_numbers(layer, tokens, ring=False))
-    assert (whole["sliding"] > held["sliding"]) == (tokens > 16)
+    whole = long.by_kind(model.cfg, lambda layer: long.held_numbers(layer, tokens, windows=False))
+    assert (whole["sliding"] > held["sliding"]) == (tokens > 24)
 
 
 @pytest.mark.parametrize("window", [16, 48, None])

@@ -9,7 +9,7 @@ import talking
 import torch
 
 import lens_gemma4
-from lens_gemma4 import HookedModel, check, demo, names
+from lens_gemma4 import HookedModel, check, demo, names, report
 from lens_gemma4.__main__ import main
 
 
@@ -48,7 +48,7 @@ def test_help_names_every_command(capsys):
     out = capsys.readouterr().out
     assert all(
         re.search(rf"^    {command} ", out, flags=re.MULTILINE)
-        for command in ("demo", "names", "check", "convert")
+        for command in ("demo", "report", "names", "check", "convert")
     )
 
 
@@ -138,6 +138,42 @@ def test_an_interruption_ends_quietly(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "run", interrupted)
     assert main(["demo"]) == 130
+
+
+# -- report -------------------------------------------------------------------------------------------
+
+
+def test_report_passes_everything_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(report, "run", lambda *given, **options: seen.append((given, options)))
+    words = "--prompt p --answer a --versus v --image x --image y --image-tokens 70".split()
+    words += "--ablation mean --ablate-last-only --device d --dtype float64 -o o".split()
+    assert main(["report", "m", *words]) == 0
+    assert main(["report"]) == 0
+    assert main(["report", "--no-ablation"]) == 0
+    options = {"image_tokens": 70, "ablation": "mean", "ablate_last_only": True}
+    assert seen[0] == (("p", "a", "v", "m", ["x", "y"], "d", "float64", "o"), options)
+    plain = {"image_tokens": None, "ablation": "zero", "ablate_last_only": False}
+    assert seen[1] == ((report.PROMPT, None, None, "tiny", None, None, None, report.PAGE), plain)
+    assert seen[2][1]["ablation"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--answer", " Paris Rome"], "is 2 tokens, [' Paris', ' Rome']"),
+        (["--image", "cat.png"], "no vision embedder"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["-o", "missing/page.html"], "no folder"),
+    ],
+)
+def test_a_bad_report_is_one_line(folder, here, capsys, arguments, said):
+    assert main(["report", str(folder), *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("lens-gemma4 report: ") and said in told.err
+    assert "Traceback" not in told.err and not told.out
+    assert list(here.iterdir()) == []
 
 
 # -- names --------------------------------------------------------------------------------------------

@@ -1,42 +1,53 @@
-"""The README is run, and its table is the code's own."""
-
-import re
-from pathlib import Path
+"""The README is run, shows what it prints, and stays short."""
 
 import pytest
+import snippets
 
-from lens_gemma4 import names
+from lens_gemma4.__main__ import COMMANDS
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-SECTIONS = {
-    part.splitlines()[0]: re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL)
-    for part in README.split("\n## ")[1:]
-}
-WITH_CODE = {title: snippets for title, snippets in SECTIONS.items() if snippets}
-
-
-def test_the_table_of_hook_points_is_generated():
-    assert names.markdown() in README, "paste the output of `lens-gemma4 names --markdown`"
+README = snippets.ROOT / "README.md"
+PARTS = {snippets.title(part): part for part in snippets.parts(README) if "```python" in part}
 
 
 def test_there_are_snippets():
-    assert sum(len(snippets) for snippets in WITH_CODE.values()) >= 15
+    assert len(PARTS) >= 2
+    assert len(snippets.FENCED.findall(README.read_text(encoding="utf-8"))) >= 4
 
 
-@pytest.mark.parametrize("title", WITH_CODE)
-def test_the_snippets_of_a_section_run_one_after_another(title, tmp_path, monkeypatch, tiny_model):
-    """A section stands on its own after the imports and the model of the first."""
+@pytest.mark.parametrize("title", PARTS)
+def test_the_snippets_of_a_section_run_and_print_what_is_shown(title, tmp_path, monkeypatch):
+    """A section stands on its own after the imports and the model that every section starts with."""
     monkeypatch.chdir(tmp_path)
-    import torch
+    scope = snippets.fresh(README)
+    now = snippets.rewritten(PARTS[title], scope, f"README, {title}")
+    assert snippets.difference(PARTS[title], now) is None
+    assert not scope["model"].list_hooks()
 
-    from lens_gemma4 import HookedModel
 
-    scope = {"torch": torch, "HookedModel": HookedModel, "model": tiny_model, "tmp_path": tmp_path}
-    for number, code in enumerate(WITH_CODE[title]):
-        if "google/gemma-4-12B" in code:
-            code = re.sub(
-                r'"google/gemma-4-12B", device="cuda", dtype=torch.bfloat16', '"tiny"', code
-            )
-            assert "google/gemma-4-12B" not in code
-        exec(compile(code, f"README, {title}, snippet {number}", "exec"), scope)
-        assert not tiny_model.list_hooks()
+def test_it_gets_to_a_finding_before_it_explains():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 250, "details belong into docs/"
+    first = snippets.FENCED.findall(text)[0]
+    own = [line for line in first.splitlines() if line and not line.startswith(snippets.SHOWN)]
+    assert len(own) <= 22 and snippets.SHOWN in first
+
+
+def test_it_names_every_notebook_and_every_command():
+    text = README.read_text(encoding="utf-8")
+    missing = [n.name for n in (snippets.ROOT / "notebooks").glob("*.ipynb") if n.name not in text]
+    assert not missing
+    assert all(f" {name} " in f" {text} ".replace("`", " ") for name in COMMANDS)
+
+
+def test_a_figure_that_is_another_is_found():
+    """The negative control of every comparison above and in test_docs."""
+    code = "print(f'{1 / 3:.2f} of 7')\n# > 0.33 of 7\n"
+    assert snippets.run(code, {}, "here") == code
+    page = f"```python\n{code}```"
+    for wrong in ("0.35 of 7", "-0.33 of 7", "0.33 of 8", "0.33 by 7", "0.33 of 7 "):
+        shown = page.replace("0.33 of 7", wrong)
+        found = snippets.difference(shown, snippets.rewritten(shown, {}, "here"))
+        assert (found is None) == (wrong == "0.33 of 7 "), wrong
+    longer = page.replace("# > 0.33 of 7", "# > 0.33 of 7\n# > and more")
+    assert snippets.difference(longer, snippets.rewritten(longer, {}, "here")) is not None
+    assert snippets.alike("0.331 of  7", "0.332 of 7")  # the last digit may round otherwise

@@ -1,4 +1,4 @@
-"""What a TransformerLens user types exists here, or the README says why not."""
+"""What a TransformerLens user types exists here, or docs/coming_from.md says why not."""
 
 import inspect
 from pathlib import Path
@@ -16,7 +16,7 @@ from lens_gemma4 import (
 )
 from lens_gemma4.hooks import HookedRootModule, HookPoint
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "coming_from.md"
 
 MODEL = {
     "from_pretrained": ["name_or_path", "device", "dtype", "revision", "hf_model", "device_map"],
@@ -160,7 +160,7 @@ EVALS = {
         "seed",
     ],
 }
-# Not here; the README's table gives the reason of each.
+# Not here; the page's table gives the reason of each.
 ABSENT_EVALS = [
     "make_pile_data_loader",
     "make_wiki_data_loader",
@@ -245,25 +245,25 @@ def test_the_cache_takes_what_it_takes_there(name):
 
 
 @pytest.mark.parametrize("name", [*ABSENT, *ABSENT_EVALS, *ABSENT_CACHE])
-def test_an_absent_method_is_in_the_readme_with_its_reason(name):
+def test_an_absent_method_is_on_the_page_with_its_reason(name):
     assert not hasattr(HookedModel, name), f"{name} exists now: move it to MODEL"
     assert not hasattr(evals, name), f"{name} exists now: move it to EVALS"
     assert not hasattr(ActivationCache, name.removeprefix("cache.")), f"{name} exists: to CACHE"
     rows = [
         line
-        for line in README.read_text().splitlines()
+        for line in PAGE.read_text().splitlines()
         if line.startswith("|") and f"`{name}`" in line
     ]
-    assert rows, f"README does not say why there is no {name}"
+    assert rows, f"the page does not say why there is no {name}"
     assert len(rows[0].split("|")[2].strip()) > 20, "a reason, not a dash"
 
 
 @pytest.mark.parametrize("method", ABSENT_ARGUMENTS)
-def test_an_absent_argument_is_in_the_readme_and_an_error(method, tiny_model):
-    rows = [line for line in README.read_text().splitlines() if f"in `{method}`" in line]
+def test_an_absent_argument_is_on_the_page_and_an_error(method, tiny_model):
+    rows = [line for line in PAGE.read_text().splitlines() if f"in `{method}`" in line]
     for name in ABSENT_ARGUMENTS[method]:
         assert any(f"`{name}`" in row for row in rows), (
-            f"README does not say why {method} has no {name}"
+            f"the page does not say why {method} has no {name}"
         )
         calls = {"forward": tiny_model, "generate": tiny_model.generate}
         call = calls.get(method, HookedModel.from_pretrained)
