@@ -89,6 +89,10 @@ class Held:
             self._tail = None
             n = tail[0].shape[2]
             self.length += pos - n
+            if pos > n:
+                self._first = (
+                    self.length
+                )  # nothing before it is wanted, and not all of it was ever written
             self._write(*tail)
             self.length += n
         else:
