@@ -143,6 +143,8 @@ class Store:
         kept = value.detach()
         if self.defers and self._whole and not value.is_inference():
             # What the lines below come to, in one place: a run that keeps everything does it hundreds of times.
+            if name in self.target._entries:  # type: ignore[attr-defined]
+                self.target._make_followers(name)  # type: ignore[attr-defined]
             self.target._entries[name] = kept  # type: ignore[attr-defined]
             self.target._versions[name] = kept._version  # type: ignore[attr-defined]
             self._names[id(value)] = weakref.ref(value), name
