@@ -1014,11 +1014,12 @@ class Gemma4(HookedRootModule):
         turns: dict[str, tuple[Tensor, Tensor]] = {}
         for layer in {layer.kind: layer for layer in self.cfg.layers}.values():
             key = (layer.kind, dtype, like.device)
-            if key not in self._frequencies:
-                self._frequencies[key] = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(
-                    like.device
-                )
-            cos, sin = turns_of(positions[..., None].to(dtype) * self._frequencies[key])
+            known = self._frequencies.get(key)
+            if known is None:
+                known = rotary_frequencies(layer.rotary, layer.d_head, dtype).to(like.device)
+                if type(known) is Tensor:  # not one without numbers, of a mode that traces shapes
+                    self._frequencies[key] = known
+            cos, sin = turns_of(positions[..., None].to(dtype) * known)
             turns[layer.kind] = cos.to(like.dtype), sin.to(like.dtype)
         return turns
 

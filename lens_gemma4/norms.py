@@ -43,7 +43,8 @@ def _scale(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes 1"]:
 
 def _normalized(x: Float[Tensor, "*axes d"], eps: float) -> Float[Tensor, "*axes d"]:
     x = wide(x)  # once: of long prompts in bfloat16 this is the largest tensor there is
-    if x.requires_grad or not x.is_cpu:
+    # Tensors of another class have a mode of their own (shapes alone, tracing), whose numbers must not outlive it.
+    if x.requires_grad or not x.is_cpu or type(x) is not Tensor:
         return x * _mean_square(x, eps).pow_(-0.5)
     # What the line above is made of on a CPU, to the bit (the mean is a sum that is divided, the power a root); on a GPU
     # the mean is another kernel, and on the way back the power rounds otherwise.
@@ -82,7 +83,7 @@ class RMSNorm(Part):
 
     def plain(self, x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes d"]:
         """The norm without hook points."""
-        return _norm(x, self.eps, self._parameters.get("weight"))  # nn.Module's look-up is a call
+        return _norm(x, self.eps, self._gain())
 
     def normalise(self, x: Float[Tensor, "*axes d"]) -> Made:
         """Everything before `hook_out`."""
@@ -98,9 +99,14 @@ class RMSNorm(Part):
             normalized = normalized * self.weight.to(normalized.dtype)
         return Made(normalized.to(x.dtype), None, x)
 
+    def _gain(self) -> Float[Tensor, " d"] | None:
+        """The weight, also where torch computes it of others (`parametrize`, `prune`)."""
+        weight = self._parameters.get("weight")  # nn.Module's own look-up is a call
+        return self.weight if weight is None else weight
+
     def _way(self) -> Make:
         """`plain` with the gain as it is now: what is done to weights after a run does not change what it keeps."""
-        weight = self._parameters.get("weight")
+        weight = self._gain()
         if weight is None:
             return self._without_gain
         return partial(_norm, eps=self.eps, weight=weight.detach().clone())

@@ -300,3 +300,61 @@ def test_rows_of_attention_are_those_of_a_hooked_run_in_any_precision(dtype):
             assert off(rows, want[:, [-1, 0]][:, :, [-1, 3]]) < 1e-12
     plain = model.attention_rows(tokens, layer=0, heads=[-1, 0], positions=[-1, 3])
     assert off(plain, cache["pattern", 0][:, [-1, 0]][:, :, [-1, 3]]) > 1e-3
+
+
+# -- what a run keeps, and what outlives a run --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "pos"), [(1, 272), (16, 272), (20, 268)])
+def test_a_chunk_over_the_window_follows_a_short_beginning(before, pos):
+    """What has left the window was never held, and there is room for it in memory that has yet to grow."""
+    model, tokens = hooked(sliding_window=256, max_position_embeddings=1024), ids(1, 330)
+    want, kv = model(tokens), KVCache(model.cfg)
+    ends = [before, before + pos, *range(before + pos + 1, before + pos + 20)]
+    parts = [model(tokens[:, a:b], kv_cache=kv) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert off(torch.cat(parts, 1), want[:, : ends[-1]]) < 1e-10
+    assert off(model(tokens[:, before + 1 : ends[-1]])[:, -1], want[:, ends[-1] - 1]) > 1e-3
+
+
+def test_a_part_that_a_hook_runs_leaves_the_values_that_follow_from_the_runs_own():
+    model = hooked()
+
+    def run_a_part(resid: Tensor, hook) -> None:
+        model.blocks[1].mlp(2 * resid)
+
+    _, want = model.run_with_cache(ids(2, 11))
+    with model.hooks(fwd_hooks=[("blocks.2.hook_resid_pre", run_a_part)]):
+        _, cache = model.run_with_cache(ids(2, 11))
+    for name in ("ln2_post.hook_out", "hook_mlp_out", "hook_resid_sum", "hook_resid_post"):
+        assert torch.equal(cache[f"blocks.1.{name}"], want[f"blocks.1.{name}"]), name
+    assert not torch.equal(cache["mlp_out", 1], want["mlp_out", 2])
+
+
+def test_a_gain_that_torch_computes_is_applied():
+    class Twice(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model, want, plain = hooked(), hooked(), hooked()
+    for norm in ("ln1", "ln2_post"):
+        gain = getattr(want.blocks[1], norm).weight
+        gain.data.mul_(2)
+        part = getattr(model.blocks[1], norm)
+        torch.nn.utils.parametrize.register_parametrization(part, "weight", Twice())
+    assert torch.equal(model(ids(1, 9)), want(ids(1, 9)))
+    (_, got), (_, kept) = model.run_with_cache(ids(1, 9)), want.run_with_cache(ids(1, 9))
+    assert torch.equal(got["blocks.1.ln1.hook_out"], kept["blocks.1.ln1.hook_out"])
+    assert off(plain(ids(1, 9)), want(ids(1, 9))) > 1e-3
+
+
+def test_a_run_on_shapes_alone_leaves_no_trace():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    wide = {"hidden_size": 36, "head_dim": 22, "global_head_dim": 34}  # that no other test has run
+    embeds = torch.randn(1, 5, 36, generator=torch.Generator().manual_seed(0))
+    model, other = (hooked(dtype=torch.float32, **wide) for _ in range(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(inputs_embeds=embeds)
+    got = model(inputs_embeds=embeds)
+    want = hooked(**wide)(inputs_embeds=embeds.double())
+    assert off(got, want) < 1e-4 and torch.equal(got, other(inputs_embeds=embeds))
