@@ -90,9 +90,8 @@ class Held:
             n = tail[0].shape[2]
             self.length += pos - n
             if pos > n:
-                self._first = (
-                    self.length
-                )  # nothing before it is wanted, and not all of it was ever written
+                # Nothing before it is wanted, and not all of that was ever written.
+                self._first = self.length
             self._write(*tail)
             self.length += n
         else:
