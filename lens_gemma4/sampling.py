@@ -100,14 +100,14 @@ class Sampling:
         """One token for each row; a draw takes its randomness from `generator` alone.
 
         Raises:
-            RuntimeError: NaN among the logits.
+            RuntimeError: NaN or inf among the logits, or nothing else than -inf.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = self.scores(logits, seen)
-        if scores.isnan().any():
+        if not scores.max(-1).values.isfinite().all():  # NaN is the largest there is
             raise RuntimeError(
-                "the logits hold NaN, so no token can be chosen: a hook or a weight made it; check_finite=True names the first "
-                "point that holds one"
+                "the logits hold NaN or inf, or nothing but -inf, so no token can be chosen: a hook or a weight made it; "
+                "check_finite=True names the first point that holds one"
             )
         if not self.do_sample:
             return scores.argmax(-1)

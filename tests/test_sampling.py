@@ -167,9 +167,14 @@ def test_draws_follow_the_distribution(settings):
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_nothing_is_chosen_from_numbers_that_are_none(do_sample):
+@pytest.mark.parametrize("at", [3, slice(None)])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_nothing_is_chosen_from_numbers_that_are_none(do_sample, at, number):
     given = logits()
-    given[0, 3] = torch.nan
+    given[0, at] = number
+    if number == -torch.inf and at == 3:
+        assert Sampling(do_sample=do_sample).choose(given)[0] != 3
+        return
     with pytest.raises(RuntimeError, match=r"NaN.*check_finite"):
         Sampling(do_sample=do_sample).choose(given)
 
