@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import torch
@@ -55,8 +56,8 @@ def place(path: Path, example: str = "page.html") -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """All or nothing: an interrupted write leaves the old page."""
-    unfinished = path.with_name(path.name + ".part")
+    """All or nothing: an interrupted write leaves the old page, and no file that was there is touched."""
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)

@@ -65,13 +65,20 @@ class Question:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise for a prompt without text.
+    """Raise for a prompt without text, or of what is no text.
 
     Raises:
-        ValueError: it is empty.
+        TypeError: it is not one string.
+        ValueError: it is empty, or holds halves of characters, as the shell gives bytes that are not UTF-8.
     """
+    if not isinstance(prompt, str):
+        raise TypeError(
+            f"a report is about one text, got a prompt of type {type(prompt).__name__}: give a string"
+        )
     if not prompt:
         raise ValueError("the prompt is empty: give some text, e.g. 'The capital of France is'")
+    if broken := next((letter for letter in prompt if "\ud800" <= letter <= "\udfff"), ""):
+        raise ValueError(f"the prompt holds half a character, {broken!a}: write it as UTF-8 text")
 
 
 @torch.no_grad()
@@ -92,7 +99,7 @@ def ask(
     check_prompt(prompt)
     if hooks := model.list_hooks():
         raise ValueError(
-            f"the model has hooks, on {hooks[0]!r} first: reset_hooks() before a report, which shows the model itself"
+            f"the model has hooks, on {hooks[0][0]!r} first: reset_hooks() before a report, which shows the model itself"
         )
     chosen = [None if one is None else _token(model, one) for one in (answer, versus)]
     if chosen[0] is not None and chosen[0] == chosen[1]:

@@ -47,6 +47,8 @@ def gather(
         `norms` [part layer pos]; `direct` [part layer pos] of its own list of parts; `lens` of parts, [part layer place k]; `logit_lens`
         [place pos k]; `attribution` by part, head and source; `ablation` [layer head]; `patterns` [layer head query key] and who
         is `visible` to whom; `images`; `vocabulary`, labels by id.
+    Raises:
+        ValueError: a run whose logits are not finite.
     """
     model, tensors = question.model, question.tensors
     positions = list(range(question.length))
@@ -57,6 +59,7 @@ def gather(
     assert isinstance(kept, ActivationCache)
     scale = kept["ln_final.hook_scale"][0, :, 0]
     logits = kept["hook_logits"][0, -1].float()
+    _check_numbers(logits, model.dtype)
     data: dict[str, Any] = {
         "version": __version__,
         "model": _model(model),
@@ -83,6 +86,19 @@ def gather(
     data["images"] = _images(question, ablation is not None)
     data["vocabulary"] = _vocabulary(question, data)
     return data
+
+
+def _check_numbers(logits: Float[Tensor, " d_vocab"], dtype: torch.dtype) -> None:
+    """Refuse a run that overflowed: no token has a rank among numbers that are none.
+
+    Raises:
+        ValueError: logits that are not finite.
+    """
+    if lost := int((~logits.isfinite()).sum()):
+        raise ValueError(
+            f"{lost} of {len(logits)} logits at the last position are not finite ({dtype}), so there is nothing to report: "
+            "model(prompt, check_finite=True) names the first value that is not; float16 overflows where bfloat16 does not"
+        )
 
 
 def _toward(question: Question) -> Float[Tensor, " d_model"]:

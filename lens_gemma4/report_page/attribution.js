@@ -114,7 +114,7 @@ function drawAblation() {
     $('ablation-map').closest('figure').hidden = true;
     return;
   }
-  const put = found.mode === 'zero' ? 'zero' : 'its mean over the prompt';
+  const put = found.mode === 'zero' ? 'zero' : 'its mean over the prompt (without the first token)';
   const where = found.positions === 'last' ? 'at the last position' : 'at every position';
   $('ablation-lede').textContent = `How the ${data.target} (before the softcap, ${number(found.baseline)} in the run) changes when one head’s output is replaced by ${put} `
     + `${where}. Below zero, the head spoke for the answer. Later blocks respond and the post-norm rescales the block’s other heads, so effects need not add up.`;
