@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -349,10 +350,10 @@ class Recovery:
     Args:
         auc: the probability that a head that matters comes before one that does not; 0.5 by luck.
         auc_spread: standard deviation of `auc` by luck.
-        precision: of the first `k` heads, the share that matters.
+        precision: of the first `k` heads, the share that matters; among equals, as by luck.
         k: as many as matter, or as the list holds.
         chance: `precision` by luck.
-        missed: heads that matter and are not among the first `k`; `wrong`: the other way round.
+        missed: heads that matter and are not among the first `k`; `wrong`: the other way round. Equals in the order of the blocks.
     """
 
     auc: float
@@ -371,7 +372,7 @@ def score(
 
     Args:
         found: a map `[layer head]` of importance, or a `SweepResult` of heads, ranked by size; or heads, the most important first:
-            `[(3, 2), ...]` or `["L3H2", ...]`.
+            `[(3, 2), ...]`, `["L3H2", ...]` or such as `task.heads` holds.
         task: one of `load("tiny")`, or its name.
         heads: those to be found, where a tool looks for some of `task.heads` alone: `task.reading("the code")`; the others
             then do not count either way.
@@ -401,7 +402,7 @@ def score(
     return Recovery(
         auc=wins.mean().item(),
         auc_spread=math.sqrt((n_yes + n_no + 1) / (12 * n_yes * n_no)),
-        precision=len(matter & set(first)) / max(k, 1),
+        precision=_share_first(strength, truth, k),
         k=k,
         chance=n_yes / (n_yes + n_no),
         missed=[f"L{i}H{j}" for i, j in sorted(matter - set(first))],
@@ -434,16 +435,34 @@ def _strength(
 
 
 def _place(head: Any, truth: Tensor) -> tuple[int, int]:
-    if isinstance(head, str):
-        layer, _, number = head.removeprefix("L").partition("H")
-        head = (layer, number)
+    if isinstance(head, Head):
+        head = (head.layer, head.head)
     try:
-        i, j = (int(part) for part in head)
+        if isinstance(head, str):
+            layer, _, number = head.removeprefix("L").partition("H")
+            head = (int(layer), int(number))
+        i, j = map(operator.index, head)
     except (TypeError, ValueError):
-        raise ValueError(f"a head is (layer, head) or 'L3H2', got {head!r}") from None
+        raise ValueError(
+            f"a head is (layer, head) or 'L3H2', got {head!r}; a map is a tensor or an array"
+        ) from None
     if not (0 <= i < truth.shape[0] and 0 <= j < truth.shape[1]):
         raise ValueError(f"there is no head {i, j} among {list(truth.shape)} [layer head]")
     return i, j
+
+
+def _share_first(
+    strength: Float[Tensor, "layer head"], truth: Float[Tensor, "layer head"], k: int
+) -> float:
+    """Of the k strongest heads that count the share that matters, averaged over the orders of equals."""
+    if k == 0:
+        return 0.0
+    last = strength[~truth.isnan()].sort(descending=True).values[k - 1]
+    before, equal = strength > last, strength == last
+    matter, counted = truth == 1, ~truth.isnan()
+    left = k - int((before & counted).sum())
+    share = (equal & matter).sum() / (equal & counted).sum()
+    return (int((before & matter).sum()) + left * share.item()) / k
 
 
 def _first(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lens_gemma4 import HookedModel, outputs
+from lens_gemma4 import HookedModel, ground_truth, outputs
 from lens_gemma4.report import report, run
 
 PROMPT = "The capital of France is"
@@ -74,3 +74,50 @@ def test_an_interrupted_write_leaves_the_old_page_alone(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         outputs.write(page, "new \ud800")
     assert page.read_text() == "old" and list(tmp_path.iterdir()) == [page]
+
+
+# -- scores against the ground truth ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def truth() -> ground_truth.GroundTruth:
+    return ground_truth.load("tiny")
+
+
+def test_a_map_of_equals_scores_what_luck_does(truth):
+    """Not what the order of the blocks does, which favours tasks that early blocks solve."""
+    by_order = []
+    for task in truth.values():
+        mask = task.truth()
+        for value in (0.0, 1.0):
+            got = ground_truth.score(torch.full_like(mask, value), task)
+            assert got.auc == 0.5
+            assert got.precision == pytest.approx(got.chance)
+        counted = mask[~mask.isnan()]
+        by_order.append(counted[: got.k].mean().item() - got.chance)
+    assert max(map(abs, by_order)) > 0.2
+
+
+def test_equals_at_the_end_of_the_first_count_by_luck(truth):
+    """One head that matters is found, all others are equal."""
+    task = truth["code"]
+    mask = task.truth()
+    found = torch.zeros_like(mask)
+    found[task.heads[0].layer, task.heads[0].head] = -1
+    got = ground_truth.score(found, task)
+    n_yes, n_no = int((mask == 1).sum()), int((mask == 0).sum())
+    luck = (n_yes - 1) * (n_yes - 1) / (n_yes - 1 + n_no)
+    assert got.precision == pytest.approx((1 + luck) / n_yes)
+    assert ground_truth.score(mask.nan_to_num(), task).precision == 1  # a clear cut is as before
+
+
+def test_the_tasks_own_heads_can_be_scored(truth):
+    for task in truth.values():
+        assert ground_truth.score(task.heads, task).precision == 1.0
+        assert ground_truth.score([head.name for head in task.heads], task).precision == 1.0
+
+
+@pytest.mark.parametrize("found", [[(3.7, 2.2)], [[0.1, 0.9]], [("3", "2")], ["L3"], "L3H2"])
+def test_heads_are_whole_numbers(truth, found):
+    with pytest.raises(ValueError, match="a head is"):
+        ground_truth.score(found, truth["code"])
