@@ -126,7 +126,15 @@ class Task:
         return model.prepare(texts, images=images, image_tokens=self.image_tokens)
 
     def some(self, count: int) -> Task:
-        """The first `count` prompts alone, for a quicker look."""
+        """The first `count` prompts alone, for a quicker look; all, where there are fewer.
+
+        Raises:
+            ValueError: fewer than one.
+        """
+        if count < 1:
+            raise ValueError(
+                f"some({count}) asks for no prompt; {self.name} has {len(self.prompts)}"
+            )
         pictures, other = self.pictures, self.corrupt_pictures
         return replace(
             self,

@@ -121,3 +121,11 @@ def test_the_tasks_own_heads_can_be_scored(truth):
 def test_heads_are_whole_numbers(truth, found):
     with pytest.raises(ValueError, match="a head is"):
         ground_truth.score(found, truth["code"])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_some_prompts_are_at_least_one(truth, count):
+    """-1 left the last prompt out."""
+    with pytest.raises(ValueError, match="asks for no prompt; code has 48"):
+        truth["code"].some(count)
+    assert len(truth["code"].some(100).prompts) == 48
