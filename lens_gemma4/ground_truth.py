@@ -344,6 +344,11 @@ def _chosen(model: HookedModel, words: Sequence[Sequence[str]]) -> Float[Tensor,
 
 def _rows(values: Float[Tensor, "batch d_vocab"], read: Read) -> Float[Tensor, "row d_vocab"]:
     """Each row's prompt's."""
+    if len(values) != read.slots.total:
+        raise ValueError(
+            f"this metric is of a task's {len(values)} prompts, and the run has {read.slots.total}: take inputs and metric of one task, "
+            "with as many prompts"
+        )
     prompts: Int[Tensor, " row"] = read.slots.prompt[read.slot] + read.slots.first
     return values[prompts]
 

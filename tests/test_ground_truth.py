@@ -420,3 +420,9 @@ def test_the_file_is_what_the_script_finds():
 def test_the_examples_run():
     ran = doctest.testmod(ground_truth_module)
     assert ran.attempted and not ran.failed
+
+
+def test_a_metric_of_other_prompts_is_refused(tiny_model):
+    task = TRUTH["code"]
+    with pytest.raises(ValueError, match="of a task's 2 prompts, and the run has 4"):
+        ablate(tiny_model, task.some(4).inputs(tiny_model), task.some(2).metric(tiny_model))
