@@ -254,7 +254,7 @@ from pathlib import Path
 train.SAVE_EVERY = 3
 out, steps, resume = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
 whole = train.rows_of_step
-train.rows_of_step = lambda writer, seed, progress, step: whole(writer, seed, step / 6, step)
+train.rows_of_step = lambda writer, seed, progress, step, pace: whole(writer, seed, step / 6, step)
 train.learning_rate = lambda step, steps: 1e-3
 model, logged, _ = train.train(out, train.build_tokenizer(), resume, steps)
 train.torch.save(model.state_dict(), out / f"{steps}.pt")

@@ -144,19 +144,28 @@ CODE_ROWS, PICTURE_ROWS = 2, 8
 TEXT_LENGTH, LONG_LENGTH, PICTURE_LENGTH = 65, 88, 107  # the last one is what it comes to
 
 
-def rows_of_step(writer: Writer, seed: int, progress: float, step: int) -> list[Rows]:
-    """The rows of one step, in groups of one length; `progress` is the share of steps done."""
+def rows_of_step(
+    writer: Writer, seed: int, progress: float, step: int, pace: float = 1.0
+) -> list[Rows]:
+    """The rows of one step, in groups of one length.
+
+    Args:
+        progress: the share of steps done.
+        pace: of the lessons on repeats. In a shorter training less of them is given, more slowly: looking back is
+            learned on few words and short periods or not at all.
+    """
     rng = random.Random(f"{seed} {step}")
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     alone = progress < REPEATS_ALONE
     n_rows = REPEATED_ROWS[0 if alone else 1]
     second = progress >= SECOND_PART
-    longest = min(LONGEST_PERIODS[second], 6 + step // 15)
+    lesson = int(step * pace)
+    longest = min(LONGEST_PERIODS[second], 6 + lesson // 15)
     # The longer of two draws: far repeats are the hard ones.
     periods = [max(rng.randint(4, longest), rng.randint(4, longest)) for _ in range(n_rows)]
     length = min(LONG_LENGTH, 2 * longest + 6) if alone else LONG_LENGTH
     # Few words first: looking back is learned in minutes so, else in hours.
-    n_words = min(writer.n_words, FIRST_ORDINARY + 60 + 3 * step)
+    n_words = min(writer.n_words, FIRST_ORDINARY + 60 + 3 * lesson)
     repeats = repeated_rows(length, periods, n_words, generator)
     if alone:
         return [repeats]

@@ -110,7 +110,7 @@ def train_step(
 ) -> dict[str, float]:
     """One step of AdamW; returns the mean loss of each task's answers, in nats."""
     losses: dict[str, float] = {}
-    for rows in rows_of_step(writer, SEED, step / steps, step):
+    for rows in rows_of_step(writer, SEED, step / steps, step, pace=min(1.0, steps / STEPS)):
         losses |= backward(model, rows)
     nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
     for group in optimizer.param_groups:
