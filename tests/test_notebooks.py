@@ -4,6 +4,7 @@ what they show today, and one line makes them run on another checkpoint.
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import json
@@ -1164,3 +1165,39 @@ def test_the_package_knows_nothing_of_notebooks():
     runtime = project.split("[project.optional-dependencies]")[0]
     assert "torch" in runtime and "nbclient" in project
     assert not re.search(r"ipykernel|nbformat|nbclient", runtime)
+
+
+# -- no number is typed ---------------------------------------------------------------------------------
+
+# Definitions and settings: ends of a scale, numbers of a list, block 0, names ("12B"), patches of 48 pixels, words of 12B's
+# vocabulary, bits of precision, 10⁹ bytes, intervals of 95 %, strengths that a cell sets. Whatever a run found is computed.
+DEFINED = set("0 1 2 3 4 8 10 12 24 48 95 1.5 262,144".split())
+NUMBER = re.compile(r"(?<![A-Za-z_\d.])\d[\d.,]*(?<![.,])")
+
+
+def typed_numbers(notebook):
+    """Numbers in the words of a notebook, those of cells and those that code shows as words."""
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            for call in ast.walk(ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.M))):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Markdown":
+                    parts = [x.value for x in ast.walk(call) if isinstance(x, ast.Constant)]
+                    texts += [x for x in parts if isinstance(x, str) and len(x.split()) > 1]
+    bare = [re.sub(r"`[^`]*`|\([^)\s]*\)", "", text) for text in texts]
+    return {number for text in bare for number in NUMBER.findall(text)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_that_was_found_is_typed(name):
+    notebook = committed(name)
+    assert typed_numbers(notebook) <= DEFINED
+    for source, kind in (
+        ("9 of 32 heads", "markdown"),
+        ('Markdown(f"is {x} of 32 heads")', "code"),
+    ):
+        wrong = copy.deepcopy(notebook)
+        cell = new_code_cell(source)
+        cell.cell_type = kind
+        wrong.cells.append(cell)
+        assert typed_numbers(wrong) - DEFINED, source

@@ -179,6 +179,7 @@ def what_it_reads(search: Search, head: str, at: str) -> tuple[str, float]:
     return (best if paid[best] >= READ else "no one place"), paid[best]
 
 
+WITHOUT_BLOCK = "without these of block {}"
 OFFSETS = {
     0: "the token itself",
     1: "the token before",
@@ -205,6 +206,9 @@ def together(search: Search, heads: Sequence[str], minor: Sequence[str]) -> dict
         return joined("", (search.exchanged(name) for name in names))
 
     rest = [name for name in others if name not in minor]
+    by_block: dict[str, list[str]] = {}
+    for name in sorted(heads):
+        by_block.setdefault(WITHOUT_BLOCK.format(name[1:].split("H")[0]), []).append(name)
     variants = {
         "as it is": joined("", ()),
         "without any head": out(mean),
@@ -213,6 +217,7 @@ def together(search: Search, heads: Sequence[str], minor: Sequence[str]) -> dict
         "with these and the minor ones alone": out(rest),
         "with these of the counterpart": swapped(heads),
         "with all others of the counterpart": swapped(others),
+        **{block: out(some) for block, some in by_block.items()},
     }
     found = dict(zip(variants, search.scores(list(variants.values())), strict=True))
     found["without as many others, at worst"] = min(search.scores([out(some) for some in draws]))

@@ -3,10 +3,10 @@
 A statement whose claim does not hold of the weights is not written: `statement` says which.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from truth_search import ELSEWHERE, RESTORED
+from truth_search import ELSEWHERE, RESTORED, WITHOUT_BLOCK
 
 from lens_gemma4.ground_truth import Head, Task
 
@@ -19,6 +19,7 @@ class Claims:
 
     def __init__(self, task: Task) -> None:
         self.task, self.broken = task, list[str]()
+        self.said: set[Head] = set()  # heads that the statement names
 
     def holds(self, fact: bool, what: str) -> None:
         if not fact:
@@ -28,6 +29,12 @@ class Claims:
         """Heads that a statement names: there must be some."""
         self.holds(bool(heads), f"there are {what}")
         return list(heads)
+
+    def names(self, heads: Iterable[Head]) -> str:
+        """`names`, and these have been told of."""
+        heads = list(heads)
+        self.said |= set(heads)
+        return names(heads)
 
     def before(self, first: Sequence[Head], then: Sequence[Head], what: str) -> None:
         """Somewhere one head comes before another."""
@@ -98,8 +105,8 @@ def repeats(claims: Claims) -> str:
     claims.beyond_window("what followed it")
     cut = claims.cut("what followed it", FEW)
     return (
-        f"Induction in two steps: {names(before)} read the token before ({pays(before)}), so that each token knows what it follows; "
-        f"{names(readers)} look from the last token to what followed the same token the first time ({pays(readers)}) and say "
+        f"Induction in two steps: {claims.names(before)} read the token before ({pays(before)}), so that each token knows what it follows; "
+        f"{claims.names(readers)} look from the last token to what followed the same token the first time ({pays(readers)}) and say "
         f"it. That lies beyond the window, so only full blocks can; when nothing reads it, {percent(cut)} are right."
     )
 
@@ -119,8 +126,8 @@ def gifts(claims: Claims) -> str:
     claims.full(readers)
     cut, blind = claims.cut("the receiver's name", FEW), claims.cut(again, 0.7)
     return (
-        f"Who gives is found, and the other name said: {names(givers)} read who gives, from the name's second place; "
-        f"then {names(readers)} look from the last token to the receiver's name ({pays(readers)}). When nothing reads the "
+        f"Who gives is found, and the other name said: {claims.names(givers)} read who gives, from the name's second place; "
+        f"then {claims.names(readers)} look from the last token to the receiver's name ({pays(readers)}). When nothing reads the "
         f"giver's second place, {percent(blind)} are right, about one in two; when nothing reads the receiver's name, {percent(cut)}."
     )
 
@@ -134,7 +141,7 @@ def facts(claims: Claims) -> str:
     claims.holds(mlps["the country"] >= MOST, "MLPs at the country do not matter")
     claims.holds(mlps["everywhere"] <= 0.6, "without MLPs most are wrong")
     return (
-        f"The country is carried to the last token, by {names(early)} at once and by {names(set(country) - set(early))} later, and its capital "
+        f"The country is carried to the last token, by {claims.names(early)} at once and by {claims.names(set(country) - set(early))} later, and its capital "
         f"is looked up after it: with all MLPs at their mean at the country's own place {percent(mlps['the country'])} are right, at "
         f"the last token {percent(mlps[LAST])}, everywhere {percent(mlps['everywhere'])}. When nothing reads the country, {percent(cut)}."
     )
@@ -151,8 +158,8 @@ def having(claims: Claims) -> str:
     claims.full(readers)
     cut = claims.cut("its thing", FEW)
     return (
-        f"Names are carried to things, then looked up: {names(early)} carry each name to the thing after it, and the asked name to the "
-        f"last token; from there {names(readers)} look to the thing with the same name ({pays(readers)}) and say it. "
+        f"Names are carried to things, then looked up: {claims.names(early)} carry each name to the thing after it, and the asked name to the "
+        f"last token; from there {claims.names(readers)} look to the thing with the same name ({pays(readers)}) and say it. "
         f"When nothing reads that thing, {percent(cut)} are right."
     )
 
@@ -165,7 +172,7 @@ def years(claims: Claims) -> str:
     claims.holds(mlps[LAST] < score, "MLPs at the last token matter")
     largest = max(task.mlps, key=lambda mlp: mlp.share).layer
     return (
-        f"The first year is carried to the last token by {names(readers)} ({pays(readers)}); MLPs there make of it the years after it, "
+        f"The first year is carried to the last token by {claims.names(readers)} ({pays(readers)}); MLPs there make of it the years after it, "
         f"that of block {largest} most. The probability of all greater years is {percent(score)}; with all MLPs at the last "
         f"token at their mean {percent(mlps[LAST])}, when nothing reads the first year {percent(cut)}."
     )
@@ -179,7 +186,7 @@ def code(claims: Claims) -> str:
     claims.beyond_window("the code")
     cut = claims.cut("the code", FEW)
     return (
-        f"The code is copied from where it was told: {names(readers)} look from the last token straight to it ({pays(readers)}). It lies "
+        f"The code is copied from where it was told: {claims.names(readers)} look from the last token straight to it ({pays(readers)}). It lies "
         f"beyond the window, and only full blocks reach it; when nothing reads it, {percent(cut)} are right."
     )
 
@@ -198,7 +205,7 @@ def colour(claims: Claims) -> str:
     cut = claims.cut(patch, 0.35)
     blind = claims.cut("the corner's two words", 0.5)
     return (
-        f"The corner's words are carried to the last token by {names(corner)}; from there {names(readers)} look at the one patch of that corner "
+        f"The corner's words are carried to the last token by {claims.names(corner)}; from there {claims.names(readers)} look at the one patch of that corner "
         f"that holds a shape ({pays(readers)}) and say its colour. When nothing reads that patch, {percent(cut)} are right, when "
         f"nothing reads the corner's words {percent(blind)}."
     )
@@ -220,8 +227,8 @@ def shape(claims: Claims) -> str:
     corner = claims.some([h for h in task.heads if h.layer < first], "heads that tell the corner")
     cut, late = claims.cut(patch, 0.45), claims.cut(before, 0.7)
     return (
-        f"The shape was read together with its colour, one token earlier: {names(corner)} carry the corner's words to the word before the colour, {names(readers)} look from there at the patch "
-        f"({pays(readers)}), and {names(then)} fetch the shape to the last token. When nothing reads the patch, "
+        f"The shape was read together with its colour, one token earlier: {claims.names(corner)} carry the corner's words to the word before the colour, {claims.names(readers)} look from there at the patch "
+        f"({pays(readers)}), and {claims.names(then)} fetch the shape to the last token. When nothing reads the patch, "
         f"{percent(cut)} are right; when nothing reads the word before the colour, {percent(late)}."
     )
 
@@ -238,6 +245,26 @@ SAID: dict[str, Callable[[Claims], str]] = {
 }
 
 
+def untold(claims: Claims) -> str:
+    """The heads that count and that no sentence names, with what they read."""
+    rest = sorted(set(claims.task.heads) - claims.said)
+    if not rest:
+        return ""
+    told = (f"{names([head])} ({head.role.replace(' it reads', ', reads')})" for head in rest)
+    return f" What else counts, in ways not told here: {'; '.join(told)}."
+
+
+def by_block(score: Mapping[str, float]) -> str:
+    """Right answers without the heads of one block, for each block that has some."""
+    start, end = WITHOUT_BLOCK.split("{}")
+    found = [
+        f"{name.removeprefix(start).removesuffix(end)} {percent(value)}"
+        for name, value in score.items()
+        if name.startswith(start)
+    ]
+    return f"without those of block {listed(found)}"
+
+
 def confirmed(claims: Claims) -> str:
     """The heads together: needed, enough, and no others."""
     score = claims.task.measured["score"]
@@ -252,7 +279,8 @@ def confirmed(claims: Claims) -> str:
     claims.holds(others >= MOST, f"others are not needed: {others:.1%}")
     claims.holds(score["without these"] < whole - 0.1, "they do not lack without being missed")
     return (
-        f"These {n} heads alone, all others at their mean, reach {percent(enough)}; without them {percent(score['without these'])} are right, "
+        f"These {n} heads alone, all others at their mean, reach {percent(enough)}; without them {percent(score['without these'])} are right "
+        f"({by_block(score)}), "
         f"with their values of the counterpart {percent(gone)}, without as many others {percent(others)} at worst."
     )
 
@@ -264,7 +292,8 @@ def statement(task: Task) -> str:
         ValueError: what would be said is not true; names each claim that does not hold.
     """
     claims = Claims(task)
-    said = f"{SAID[task.name](claims)} {confirmed(claims)}"
+    said = SAID[task.name](claims)
+    said = f"{said}{untold(claims)} {confirmed(claims)}"
     if claims.broken:
         raise ValueError(f"{task.name}: not true of these weights: {'; '.join(claims.broken)}")
     return said
