@@ -154,6 +154,8 @@ leaves, without reading which. Where cases are few, Wilson's 95 % interval stand
   patches; drawn by `shapes.py`. Give the processor its budget of 70 tokens (`image_tokens=70`), which leaves them as they are: 8 x 8 patches.
 
 `prompts.json` holds prompts with the right answer and a wrong one; pictures as lists of their shapes, for `shapes.picture`.
+`ground_truth.json` says of each task which heads solve it and what they read, found and confirmed by `ground_truth.py`
+(`print(lens_gemma4.ground_truth.load("tiny"))`).
 
 ## What it cannot do
 - The embedder of sound is random and was never trained, and no video was shown: the network runs on them, and nothing it
