@@ -105,6 +105,8 @@ def ask(
     if chosen[0] is not None and chosen[0] == chosen[1]:
         raise ValueError(f"answer and versus are both {answer!r}: give two tokens to compare")
     tensors = model.prepare(**_with_images(model, prompt, image, image_tokens))
+    if image is None and model.cfg.vision is not None:
+        _enough_images(int((tensors["input_ids"] == model.cfg.image_token_id).sum()), 0)
     length = tensors["input_ids"].shape[1]
     if length > MAX_POSITIONS:
         raise ValueError(
@@ -139,6 +141,15 @@ def _with_images(
             "checkpoint with one"
         )
     images = list(image) if isinstance(image, (list, tuple)) else [image]
-    missing = len(images) - prompt.count(model.image_token)
-    text = model.image_token * max(missing, 0) + prompt
+    held = prompt.count(model.image_token)
+    _enough_images(held, len(images))
+    text = model.image_token * (len(images) - held) + prompt
     return {"input": text, "images": images, "image_tokens": image_tokens}
+
+
+def _enough_images(placeholders: int, images: int) -> None:
+    if placeholders > images:
+        raise ValueError(
+            f"the prompt holds placeholders of images, {placeholders}, and {images} were given: give one for each (image=, or --image "
+            "in the shell)"
+        )

@@ -362,6 +362,11 @@ def test_bad_requests_say_what_is_wrong(tiny_model, tmp_path):
         report(tiny_model, PROMPT, 9999)
     with pytest.raises(ValueError, match=f"at most {question.MAX_POSITIONS}"):
         report(tiny_model, "The " * 1300)
+    two, picture = f"{tiny_model.image_token} or {tiny_model.image_token}", Image.new("RGB", (9, 9))
+    for images, given in ((None, 0), (picture, 1)):
+        with pytest.raises(ValueError, match=rf"images, 2, and {given} .*image=, or --image"):
+            report(tiny_model, two, image=images)
+    assert question.ask(tiny_model, two, image=[picture] * 2, image_tokens=70).given is False
     with tiny_model.hooks(fwd_hooks=[("blocks.0.hook_attn_out", lambda value, hook: None)]):  # noqa: SIM117
         with pytest.raises(ValueError, match="the model has hooks"):
             report(tiny_model, PROMPT)
