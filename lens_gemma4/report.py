@@ -92,7 +92,7 @@ def report(
         max_pattern_values: patterns are kept of as many of the last positions as this many numbers allow.
     Raises:
         ValueError: an empty prompt or one that is too long; an answer of several tokens (they are listed); one token twice; an image
-            with a checkpoint that has no image embedder; hooks on the model.
+            with a checkpoint that has no image embedder; more placeholders than images; hooks on the model.
 
     >>> model = HookedModel.from_pretrained("tiny")
     >>> found = report(model, "The capital of France is", " Paris", " Rome", ablation=None)
