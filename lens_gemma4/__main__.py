@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+CHECKPOINT = "a Hub id, a folder, or 'tiny', which ships with the package (default)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _demo_options(command: argparse.ArgumentParser) -> None:
+def _page_options(command: argparse.ArgumentParser, versus: str, output: str) -> None:
+    """What commands that write a page on a prompt have in common."""
     command.add_argument(
         "--prompt", default="The capital of France is", help="any text (default: %(default)r)"
     )
@@ -60,36 +62,24 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
         "--answer",
         help="one token, with its leading space, e.g. ' Paris' (default: the first choice)",
     )
-    command.add_argument("--versus", help="the token to compare it with (default: the next choice)")
-    command.add_argument(
-        "--model",
-        default="tiny",
-        help="a Hub id, a folder, or 'tiny', which ships with the package (default)",
-    )
+    command.add_argument("--versus", help=f"the token to compare it with (default: {versus})")
     command.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
     command.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)"
     )
     command.add_argument(
-        "-o", "--output", default="demo.html", help="the page to write (default: %(default)s)"
+        "-o", "--output", default=output, help="the page to write (default: %(default)s)"
     )
+
+
+def _demo_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="tiny", help=CHECKPOINT)
+    _page_options(command, versus="the next choice", output="demo.html")
 
 
 def _report_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model",
-        nargs="?",
-        default="tiny",
-        help="a Hub id, a folder, or 'tiny', which ships with the package (default)",
-    )
-    command.add_argument(
-        "--prompt", default="The capital of France is", help="any text (default: %(default)r)"
-    )
-    command.add_argument(
-        "--answer",
-        help="one token, with its leading space, e.g. ' Paris' (default: the first choice)",
-    )
-    command.add_argument("--versus", help="a token to compare it with (default: none)")
+    command.add_argument("model", nargs="?", default="tiny", help=CHECKPOINT)
+    _page_options(command, versus="none", output="report.html")
     command.add_argument(
         "--image", action="append", help="a picture's file or address; again for several"
     )
@@ -114,13 +104,6 @@ def _report_options(command: argparse.ArgumentParser) -> None:
         "--ablate-last-only",
         action="store_true",
         help="change heads at the last position alone, which is quicker",
-    )
-    command.add_argument("--device", help="e.g. cpu, cuda, cuda:1 (default: cpu)")
-    command.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)"
-    )
-    command.add_argument(
-        "-o", "--output", default="report.html", help="the page to write (default: %(default)s)"
     )
 
 
