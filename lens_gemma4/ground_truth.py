@@ -196,7 +196,17 @@ class Task:
         return 1 + max(p for rows in self.places.values() for row in rows for p in row)
 
     def truth(self, heads: Sequence[Head] | None = None) -> Float[Tensor, "layer head"]:
-        """1 on heads that matter, 0 on others, nan on those in between."""
+        """1 on heads that matter, 0 on others, nan on those in between; with `heads`, some of this task's, nan on its others too.
+
+        Raises:
+            ValueError: one of `heads` is none of this task's.
+        """
+        mine = [one.name for one in self.heads]
+        strangers = [one.name for one in heads or () if one.name not in mine]
+        if strangers:
+            raise ValueError(
+                f"{', '.join(strangers)}: not among the heads of {self.name!r}, which are {', '.join(mine)}"
+            )
         layers = [mlp.layer for mlp in self.mlps]
         n_heads = self.measured["heads in a block"]
         mask = torch.zeros(len(layers), n_heads)
@@ -391,7 +401,7 @@ def score(
             then do not count either way.
         largest: what is important in a map: numbers of either sign ("any"), or the highest ("highest").
     Raises:
-        ValueError: a map of another shape, with numbers that are none, or an empty list.
+        ValueError: a map of another shape, with numbers that are none, or an empty list; `heads` of another task.
 
     >>> truth = load("tiny")["code"]
     >>> score([(head.layer, head.head) for head in truth.heads], truth).precision

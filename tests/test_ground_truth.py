@@ -365,6 +365,10 @@ def test_another_task_and_another_place_are_refused():
         TRUTH["code"].where("the moon")
     with pytest.raises(ValueError, match="largest"):
         score(torch.zeros(8, 4), TRUTH["code"], largest="smallest")
+    mine = [one.name for one in TRUTH["code"].heads]
+    others = [one for one in TRUTH["gifts"].heads if one.name not in mine]
+    with pytest.raises(ValueError, match=f"{others[0].name}.*not among the heads of 'code'"):
+        score(torch.zeros(8, 4), TRUTH["code"], heads=others)
 
 
 # -- whose truth it is --------------------------------------------------------------------------------
