@@ -45,7 +45,7 @@ class Place:
 
     Args:
         positions: of the tokens that it computes.
-        depth: runs inside one another, which hooks may start; 0 outside.
+        depth: runs, and users' functions in them, inside one another; 0 outside.
         goes_on: whether it is one call of several, on a key/value cache.
         noted: takes what points answer when asked whether their value can be made later.
         repeated: what they answered, where a block is computed once more.
@@ -251,7 +251,7 @@ class HookPoint(nn.Module):
                 continue
             given = value.clone()
             before = version(given)
-            returned = handle.fn(given, hook=handle.asked)
+            returned = self._shown(handle, given, self.place.depth)
             if returned is None or returned is given:
                 self._check(given, value, handle)  # `resize_`, `.data = ...`
                 value, edited, held = given, edited or version(given) != before, True
@@ -266,8 +266,24 @@ class HookPoint(nn.Module):
                 )
         return (self._listen_backward(value) if self.bwd_hooks else value), edited
 
+    def _shown(self, handle: Handle, given: Tensor, depth: int) -> Any:
+        """What a function returns. Whatever a user's runs of the model lies deeper than this run, and is not what it keeps."""
+        if type(handle.fn) is Saver:
+            return handle.fn(given, hook=handle.asked)
+        place = self.place
+        outer, place.depth = place.depth, depth + 1
+        try:
+            return handle.fn(given, hook=handle.asked)
+        finally:
+            place.depth = outer
+
     def _listen_backward(self, value: Tensor) -> Tensor:
         """Register the backward functions on a node of this point's own."""
+        handles = [
+            one for one in self.bwd_hooks if type(one.fn) is not Saver or one.fn.store.listens()
+        ]
+        if not handles:
+            return value
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 f"a backward hook on {self.name!r} can never fire: gradients are off. "
@@ -279,15 +295,17 @@ class HookPoint(nn.Module):
             )
         # A view gives this point its own node: the same tensor may be another point's value as well.
         value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_(True)
-        for handle in tuple(self.bwd_hooks):
+        for handle in handles:
             handle.reached += 1
             value.register_hook(self._backward_fn(handle))
         return value
 
     def _backward_fn(self, handle: Handle) -> Callable[[Tensor], Tensor]:
+        depth = self.place.depth  # a backward pass is outside the run
+
         def run(grad: Tensor) -> Tensor:
             given = grad.clone()
-            returned = handle.fn(given, hook=handle.asked)
+            returned = self._shown(handle, given, depth)
             if returned is None:
                 return given
             self._check(returned, grad, handle)

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from small import KINDS, build, inputs_for, media_inputs, padded_inputs, text_inputs
+from small import KINDS, build, hooked, inputs_for, media_inputs, padded_inputs, text_inputs
 
 from lens_gemma4 import HookedModel
 from lens_gemma4.kept import Deferred, Kept, Store
@@ -326,6 +326,30 @@ def test_a_run_inside_a_hook_is_not_what_the_run_around_it_keeps(keeps):
         model.run_and_store(**inputs)
     _, kept = model.run_and_store(**inputs)  # and it still listens
     assert set(kept) == set(clean) and not model.list_hooks()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_parts_run_inside_a_hook_are_not_what_the_run_around_them_keeps(backward):
+    """The final norm, which this run comes to later or not at all, and an MLP that it has been through."""
+    model, ids, seen = hooked(dtype=torch.float32), torch.tensor([[2, 5, 6, 7, 8, 9]]), []
+    model.ln_final.hook_out.add_hook(lambda value, hook: seen.append(hook.name))
+
+    def parts(value, hook):
+        with torch.no_grad():
+            model.ln_final(value)
+            model.blocks[0].mlp(value)
+
+    ends = {"return_type": "loss", "incl_bwd": True} if backward else {"stop_at_layer": 2}
+    _, clean = model.run_with_cache(ids, **ends)
+    assert any(name.endswith("_grad") for name in clean) == backward
+    seen.clear()
+    listens = [("blocks.1.hook_resid_mid", parts)]
+    with model.hooks(fwd_hooks=listens, bwd_hooks=listens if backward else []):
+        _, kept = model.run_with_cache(ids, **ends)
+    assert set(kept) == set(clean)
+    assert all(torch.equal(kept[name], clean[name]) for name in clean)
+    assert len(seen) == (3 if backward else 1)  # a user's own hooks see parts too
+    assert not model.place.depth
 
 
 def test_media_values_have_no_batch_axis_to_lose():
