@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TEXT_MID, TEXT_SMALL, calm, in_turns, machine, spread, stopwatch, text_pair
+from common import (
+    TEXT_MID,
+    TEXT_SMALL,
+    calm,
+    hold_memory,
+    in_turns,
+    machine,
+    spread,
+    stopwatch,
+    text_pair,
+)
 from forward_peers import (
     CLOCKS,
     NEW_TOKENS,
@@ -182,8 +192,8 @@ def report(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     yield f"{datetime.date.today()}  {machine()}", True
     yield (
         (
-            f"{args.runs} runs of {args.rounds} interleaved rounds, one thread, float32, {args.clock} clock: {NEW_TOKENS} tokens "
-            f"after {PROMPT}; speed, peak memory, and quartiles of the speed over {BASE}' of each run"
+            f"{args.runs} runs of {args.rounds} interleaved rounds, one thread, float32, {args.clock} clock, {hold_memory()}: "
+            f"{NEW_TOKENS} tokens after {PROMPT}; speed, peak memory, and quartiles of the speed over {BASE}' of each run"
         ),
         True,
     )

@@ -7,8 +7,6 @@ run in inference mode, and ask a forward pass for no key/value cache.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -21,7 +19,7 @@ from typing import Any
 
 import sweep_peers
 import torch
-from common import calm, stopwatch
+from common import calm, give_memory_back, hold_memory, stopwatch
 from lens import rise_mb
 
 CLOCKS = {"process": time.process_time, "wall": time.perf_counter}
@@ -81,9 +79,7 @@ def prompt(d_vocab: int, tokens: int) -> torch.Tensor:
 
 def rise(call: Callable[[], Any]) -> float:
     """MB by which the process grows while a call runs, freed memory given back to the system before (Linux)."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    give_memory_back()
     return rise_mb(call)[1]
 
 
@@ -175,6 +171,7 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, required=True, help="of the model, in JSON")
     args = parser.parse_args()
     calm()
+    hold_memory()
     torch.set_num_threads(1)
     with torch.inference_mode():
         calls = MAKERS[args.way](args.shape)

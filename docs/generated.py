@@ -98,7 +98,7 @@ def forward() -> str:
     memory: dict[str, dict[str, str]] = {}
     for model, tokens, call, size, ratios, verdict in _forward_lines():
         case = f"{model} {tokens}"
-        missed = re.search(r"(?:(of forward: [\d.]+); )?bound ([\d.]+): .* ABOVE", verdict)
+        missed = re.search(r"(?:(of forward[^:]*: [\d.]+); )?bound ([\d.]+): .* ABOVE", verdict)
         told = f" ({missed[1] or ''}, ABOVE {missed[2]})".replace("(, ", "(") if missed else ""
         time.setdefault(call, {})[case] = f"{statistics.median(ratios[1::3]):.2f}{told}"
         memory.setdefault(call, {})[case] = size

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import common
@@ -18,6 +21,8 @@ import pytest
 import sweep as sweep_benchmark
 import sweep_peers
 import torch
+
+BENCHMARKS = Path(common.__file__).parent
 
 
 def test_ratios_are_of_one_round_each():
@@ -76,9 +81,12 @@ def test_what_is_cached_is_held_to_our_own_forward():
     assert "of forward: 2.000; bound 1.12: 0 of 1 ABOVE" in lines[3]
 
 
-@pytest.mark.parametrize(("tokens", "like"), [(8, 1024), (12, forward.LONG)])
+@pytest.mark.parametrize(("tokens", "like"), [(8, 256), (8, 1024), (12, forward.LONG)])
 def test_the_forward_benchmark_times_every_call(monkeypatch, tokens, like):
     monkeypatch.setattr(forward, "LONG", 12)
+    monkeypatch.setattr(
+        forward, "FRESH_AT", {("mid", tokens): forward.FRESH_AT.get(("mid", like), ())}
+    )
     one = forward.Case(("mid", tokens), common.text_pair(common.TEXT_SMALL))
     found = one.run(1)
     assert set(found) >= {forward.BASE, forward.OWN, *forward.BOUNDS["mid", like]}
@@ -150,6 +158,32 @@ def test_memory_counts_what_was_freed_before_as_new():
     kept = [torch.ones(2**14) for _ in range(1000)]  # 64 MB in pieces that the allocator keeps
     del kept
     assert 55 < forward_peers.rise(lambda: [torch.ones(2**14) for _ in range(1000)]) < 100
+
+
+@pytest.mark.skipif(common._libc() is None, reason="glibc's")
+def test_memory_is_at_hand_or_fresh():
+    """Page faults of a call that ends by freeing 320 MB, after one that did the same; in a process of its own."""
+    script = """
+import resource, torch
+from common import give_memory_back, hold_memory, stopwatch
+
+def call():
+    return [torch.ones(2**20) for _ in range(80)]
+
+def faults(**how):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    stopwatch(call, **how)()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+assert hold_memory() == "memory at hand"
+call()
+print(faults(), faults(warm=True, fresh=True))
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    )
+    held, fresh = map(int, told.stdout.split())
+    assert held < 5_000 and fresh > 70_000  # 81,920 pages
 
 
 # -- decoding ---------------------------------------------------------------------------------------------
