@@ -171,7 +171,7 @@ class HookPoint(nn.Module):
 
         Args:
             name: what `hook.name` shall read inside the function; the point's own by default.
-            reads_only: promises that the function changes nothing, which saves it the private copy.
+            reads_only: promises that the function changes nothing and runs no part of the model, which saves it the private copy.
         """
         if not callable(hook):
             raise TypeError(f"a hook must be callable, got {type(hook).__name__} for {self.name!r}")
@@ -251,7 +251,7 @@ class HookPoint(nn.Module):
                 continue
             given = value.clone()
             before = version(given)
-            returned = self._shown(handle, given, self.place.depth)
+            returned = self._call(handle, given, self.place.depth)
             if returned is None or returned is given:
                 self._check(given, value, handle)  # `resize_`, `.data = ...`
                 value, edited, held = given, edited or version(given) != before, True
@@ -266,7 +266,7 @@ class HookPoint(nn.Module):
                 )
         return (self._listen_backward(value) if self.bwd_hooks else value), edited
 
-    def _shown(self, handle: Handle, given: Tensor, depth: int) -> Any:
+    def _call(self, handle: Handle, given: Tensor, depth: int) -> Any:
         """What a function returns. Whatever a user's runs of the model lies deeper than this run, and is not what it keeps."""
         if type(handle.fn) is Saver:
             return handle.fn(given, hook=handle.asked)
@@ -305,7 +305,7 @@ class HookPoint(nn.Module):
 
         def run(grad: Tensor) -> Tensor:
             given = grad.clone()
-            returned = self._shown(handle, given, depth)
+            returned = self._call(handle, given, depth)
             if returned is None:
                 return given
             self._check(returned, grad, handle)
