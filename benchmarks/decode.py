@@ -187,12 +187,12 @@ def table(
     return lines, held
 
 
-def report(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Lines, and whether the bounds in them hold."""
+def report(args: argparse.Namespace, memory: str) -> Iterator[tuple[str, bool]]:
+    """Lines, and whether the bounds in them hold; `memory` says where it comes from."""
     yield f"{datetime.date.today()}  {machine()}", True
     yield (
         (
-            f"{args.runs} runs of {args.rounds} interleaved rounds, one thread, float32, {args.clock} clock, {hold_memory()}: "
+            f"{args.runs} runs of {args.rounds} interleaved rounds, one thread, float32, {args.clock} clock, {memory}: "
             f"{NEW_TOKENS} tokens after {PROMPT}; speed, peak memory, and quartiles of the speed over {BASE}' of each run"
         ),
         True,
@@ -225,7 +225,7 @@ def main() -> int:
     torch.set_num_threads(1)
     lines, well = [], True
     with torch.no_grad():
-        for line, held in report(args):
+        for line, held in report(args, hold_memory()):
             print(line, flush=True)
             lines.append(line)
             well &= held

@@ -84,11 +84,13 @@ def test_what_is_cached_is_held_to_our_own_forward():
 @pytest.mark.parametrize(("tokens", "like"), [(8, 256), (8, 1024), (12, forward.LONG)])
 def test_the_forward_benchmark_times_every_call(monkeypatch, tokens, like):
     monkeypatch.setattr(forward, "LONG", 12)
-    monkeypatch.setattr(
-        forward, "FRESH_AT", {("mid", tokens): forward.FRESH_AT.get(("mid", like), ())}
-    )
+    fresh = ("mid", like) in forward.FRESH_AT
+    monkeypatch.setattr(forward, "FRESH_AT", {("mid", tokens)} if fresh else set())
     one = forward.Case(("mid", tokens), common.text_pair(common.TEXT_SMALL))
+    given_back = []
+    monkeypatch.setattr(common, "give_memory_back", lambda: given_back.append(None))
     found = one.run(1)
+    assert len(given_back) == (len(forward.FRESH_CALLS) if fresh else 0)
     assert set(found) >= {forward.BASE, forward.OWN, *forward.BOUNDS["mid", like]}
     assert set(one.memory) == set(found) and all(rise >= 0 for rise in one.memory.values())
     assert all(seconds > 0 for (seconds,) in found.values())

@@ -172,6 +172,15 @@ def test_the_forward_table_is_the_median_of_the_runs():
     assert cell == f"{sorted(runs)[1]:.2f}" and len(runs) == 3
 
 
+@pytest.mark.parametrize("over", ["forward", "forward, fresh memory", "transformers"])
+def test_a_bound_that_was_missed_is_marked_in_the_table(over, monkeypatch):
+    told = f" of {over}: 1.300;" if over != "transformers" else ""
+    line = f"mid 32 all cached 1.0 ms 1.0 MB  1.0 1.4 1.5 {told} bound 1.20: 0 of 1 ABOVE"
+    monkeypatch.setattr(generated, "lines", lambda name: ["2026-12-01  torch", "1 run", line])
+    ratio = f"of {over}: 1.300, " if told else ""
+    assert f"| all cached | 1.40 ({ratio}ABOVE 1.20) |" in generated.forward()
+
+
 # -- the API reference ----------------------------------------------------------------------------------
 
 # Public names without an example of their own, and why.
